@@ -12,9 +12,10 @@ import sys
 import pytest
 
 import lingvo_gpipe
-from lingvo_gpipe.distributed import local_workers
 from lingvo_gpipe.pipeline.schedule import schedules
-from tests import processes
+from tests import processes, worker_processes
+
+hosts = worker_processes.hosts
 
 ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]
 README = ROOT / 'README.md'
@@ -134,13 +135,12 @@ def testTheKerasModelTrains(forks, tmp_path):
   assert (tmp_path / 'lm.keras').exists()
 
 
-def testTheKerasModelTrainsOnOtherHosts(forks, tmp_path):
-  workers = local_workers.LocalWorkers(2, ['--platform=cpu', '--threads_per_device=1'])
+def testTheKerasModelTrainsOnOtherHosts(forks, hosts, tmp_path):
   program = _Blocks(KERAS, 'python')[1]
-  for host, address in zip(('alpha:2222', 'beta:2222'), workers.spec.workers, strict=True):
+  addresses = worker_processes.Addresses(hosts)
+  for host, address in zip(('alpha:2222', 'beta:2222'), addresses, strict=True):
     program = program.replace(host, address)
   output = _RunProgram(program, forks, tmp_path)
-  workers.Close()
   losses = [float(x) for x in re.findall(r' loss: (\S+)', output)]
   assert len(losses) == 3
   assert losses[-1] < losses[0]

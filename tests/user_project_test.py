@@ -200,8 +200,7 @@ def project(tmp_path_factory):
 @pytest.mark.parametrize('with_init', [True, False])
 def testAProjectTrainsInItsDirectory(tmp_path, forks, with_init):
   project = _Write(tmp_path, with_init)
-  run = processes.Run if with_init else forks.Run
-  done = run('trainer', '--model=mine.Doubling2', '--logdir=run', cwd=project)
+  done = forks.Run('trainer', '--model=mine.Doubling2', '--logdir=run', cwd=project)
   lines = processes.Succeeded(done).stdout.splitlines()
   assert lines[0].startswith('mine.Doubling2@params/mine.py:')
   (evaluated,) = [line for line in lines if line.startswith('Test at step 40: loss ')]

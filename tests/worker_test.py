@@ -211,20 +211,15 @@ def _TrainReplicas(forks, project, tmp_path, model, overrides, workers, environm
   return done
 
 
-@pytest.mark.parametrize(
-  'model, all_reduce, more, way',
-  [
-    ('Toy', 'auto', '', 'send'),  # Compiled by XLA.
-    # Collective operations between stages, and within them.
-    ('Normalised', 'collective', ';task.stack.xla:False', 'collective'),
-  ],
-)
-def testReplicasOnWorkersEqualReplicasInOneProcess(
-  forks, project, hosts, tmp_path, model, all_reduce, more, way
-):
-  one_stage = f'task.stack.num_stages:1;task.stack.splits:[];task.train.all_reduce:{all_reduce}'
-  done = _TrainReplicas(forks, project, tmp_path, model, one_stage + more, [f'--cluster={hosts}'])
-  assert done.stderr.count(f' Gradients are added over 2 replicas by {way}.\n') == 1
+def testReplicasOnWorkersEqualReplicasInOneProcess(forks, project, hosts, tmp_path):
+  """With collective operations between stages, and within them."""
+  overrides = (
+    'task.stack.num_stages:1;task.stack.splits:[];task.train.all_reduce:collective;'
+    'task.stack.xla:False'
+  )
+  args = [f'--cluster={hosts}']
+  done = _TrainReplicas(forks, project, tmp_path, 'Normalised', overrides, args)
+  assert done.stderr.count(' Gradients are added over 2 replicas by collective.\n') == 1
 
 
 def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hosts, tmp_path):
@@ -252,6 +247,7 @@ def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hos
     done = _TrainReplicas(forks, project, tmp_path, 'Toy', slots, [], Environment('chief', 0))
   finally:
     os.kill(pid, signal.SIGKILL)
+  assert done.stderr.count(' Gradients are added over 2 replicas by send.\n') == 1
   assert f'4 CPU devices of 3 workers at {", ".join(workers)}.\n' in done.stderr
   # By the process that restarts the workers, and by the process that trains.
   assert done.stderr.count(f' Workers reach this process at localhost:{chief}.\n') == 2
@@ -298,7 +294,8 @@ def testAnotherVersionOfTensorFlowIsNamed(forks, hosts, tmp_path):
   assert 'this process runs 2.0.0: ' in done.stdout
 
 
-def testWorkersThatDoNotAnswerAreNamed(hosts):
+def testWorkersThatDoNotAnswerAreNamed(hosts, monkeypatch):
+  monkeypatch.setattr(worker_connection, '_ASK_SECONDS', 2.0)
   first, second = worker_processes.Addresses(hosts)
   with pytest.raises(ValueError, match=rf'expected worker 0 at {second}, .* worker 1'):
     worker_connection.AwaitWorkers([second, first], 10)
@@ -391,7 +388,8 @@ def testMistakesInTheChoiceOfWorkersAreOneLineErrors(forks, project, hosts, tmp_
 
 
 def testLocalWorkersTrainUntilTheTrainerIsStopped(forks, project, tmp_path):
-  pid = forks.Start('trainer', *_Args(tmp_path, 10**6), '--local_workers=1', cwd=project)
+  args = [*_Args(tmp_path, 10**6, 'task.stack.xla:False'), '--local_workers=1']
+  pid = forks.Start('trainer', *args, cwd=project)
   (worker,) = worker_processes.Await('worker', lambda: worker_processes.Children(pid))
   worker_processes.Await(
     'starter', lambda: f'--starter={pid}\0' in worker_processes.CommandLine(worker)

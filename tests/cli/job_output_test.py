@@ -153,8 +153,10 @@ def testARunContinuesAfterItsReaderHasGone(forks, project, tmp_path, kind):
   assert processes.Steps(tmp_path / 'run')[-1] == Steps()
 
 
-@pytest.mark.parametrize('kind', ['terminal', 'pipe'])
-@pytest.mark.parametrize('job', ['eval', 'decode'])
+# A pipe makes no difference between the jobs, and evaluator_test also has the job eval in one.
+@pytest.mark.parametrize(
+  'job, kind', [('eval', 'terminal'), ('decode', 'terminal'), ('decode', 'pipe')]
+)
 def testEvaluator(forks, project, trained, tmp_path, kind, job):
   """Whole lines, equal in both."""
   args = [f'--job={job}', f'--logdir={trained}', '--split=Dev', '--once']

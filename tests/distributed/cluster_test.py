@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing devices of a process; a subprocess provides a fresh TensorFlow."""
+"""Choosing devices of a process; a fork provides a fresh TensorFlow."""
 
 import os
 import socket
-import subprocess
 import sys
 
 import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.distributed import accelerators, cluster
+from tests import processes
 from tests.toys import fake_gpus
 
 _FRESH = """
@@ -40,12 +40,9 @@ def _Local(kind, n):
   return [f'/job:localhost/replica:0/task:0/device:{kind}:{i}' for i in range(n)]
 
 
-def testCreatesLogicalDevicesInAFreshProcess():
-  done = subprocess.run(
-    [sys.executable, '-c', _FRESH], capture_output=True, text=True, timeout=150, check=False,
-    env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr
+def testCreatesLogicalDevicesInAFreshProcess(forks, tmp_path):
+  (tmp_path / 'program.py').write_text(_FRESH)
+  done = processes.Succeeded(forks.Run(str(tmp_path / 'program.py')))
   error, is_described = done.stdout.splitlines()
   assert error.startswith('4 devices needed') and '3 logical CPU devices' in error
   assert 'Cluster.Create(4) before' in error

@@ -15,9 +15,16 @@ import numpy as np
 import pytest
 
 from tests import processes, worker_processes
+from tests.toys import projects
 from tools.chaos_attacks import network
 
-project = worker_processes.project
+# Waits for workers that are gone, which here never come back by themselves.
+_NO_PAUSES = """
+from lingvo_gpipe.distributed import supervisor, worker_restart
+
+supervisor._PAUSE_SECONDS = 0.1
+worker_restart._ASK_SECONDS = 0.5
+"""
 
 _PORT = 2222
 _STAGES = (
@@ -55,6 +62,12 @@ try:
 except OSError as e:
   print(type(e).__name__)
 """
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('project')
+  return projects.Write(folder, worker_processes.EXPERIMENT + _NO_PAUSES)
 
 
 @pytest.fixture(scope='module')
