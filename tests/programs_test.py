@@ -292,6 +292,7 @@ def testTheEvaluatorTakesANewerCheckpointIfItsCheckpointIsRemoved(tmp_path, monk
 
   def ThenTrainOn(self):
     latest_checkpoint = latest(self)
+    monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', latest)  # Once is enough.
     assert _Program(tmp_path, params).Run() == 0
     return latest_checkpoint
 

@@ -211,15 +211,23 @@ def _TrainReplicas(forks, project, tmp_path, model, overrides, workers, environm
   return done
 
 
-def testReplicasOnWorkersEqualReplicasInOneProcess(forks, project, hosts, tmp_path):
-  """With collective operations between stages, and within them."""
+@pytest.mark.parametrize(
+  'model, all_reduce, way',
+  [
+    ('Toy', 'auto', 'send'),
+    # Collective operations between stages, and within them.
+    ('Normalised', 'collective', 'collective'),
+  ],
+)
+def testReplicasOnWorkersEqualReplicasInOneProcess(
+  forks, project, hosts, tmp_path, model, all_reduce, way
+):
   overrides = (
-    'task.stack.num_stages:1;task.stack.splits:[];task.train.all_reduce:collective;'
+    f'task.stack.num_stages:1;task.stack.splits:[];task.train.all_reduce:{all_reduce};'
     'task.stack.xla:False'
   )
-  args = [f'--cluster={hosts}']
-  done = _TrainReplicas(forks, project, tmp_path, 'Normalised', overrides, args)
-  assert done.stderr.count(' Gradients are added over 2 replicas by collective.\n') == 1
+  done = _TrainReplicas(forks, project, tmp_path, model, overrides, [f'--cluster={hosts}'])
+  assert done.stderr.count(f' Gradients are added over 2 replicas by {way}.\n') == 1
 
 
 def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hosts, tmp_path):
@@ -247,7 +255,6 @@ def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hos
     done = _TrainReplicas(forks, project, tmp_path, 'Toy', slots, [], Environment('chief', 0))
   finally:
     os.kill(pid, signal.SIGKILL)
-  assert done.stderr.count(' Gradients are added over 2 replicas by send.\n') == 1
   assert f'4 CPU devices of 3 workers at {", ".join(workers)}.\n' in done.stderr
   # By the process that restarts the workers, and by the process that trains.
   assert done.stderr.count(f' Workers reach this process at localhost:{chief}.\n') == 2
