@@ -3,7 +3,7 @@
 
     FUZZ_EXAMPLES=20000 make test ARGS='tests/fuzz_text_test.py tests/fuzz_files_test.py'
 
-tries more examples, and different ones in each run. By default each run tries the same two hundred
+tries more examples, and different ones in each run. By default each run tries the same few hundred
 examples of each kind.
 """
 
@@ -17,7 +17,7 @@ _LONG = os.environ.get('FUZZ_EXAMPLES')
 
 def Settings(share=1.0):
   """Returns the settings of a test that runs only this share of the examples."""
-  number = int(_LONG) if _LONG else 200
+  number = int(_LONG) if _LONG else 400
   return hypothesis.settings(
     max_examples=max(10, int(number * share)),
     deadline=None,

@@ -22,14 +22,10 @@ from lingvo_gpipe.pipeline.cutting import layer_profile
 from lingvo_gpipe.training import inspection, train_program
 from tests import processes
 
-# Most cases do not depend on the pipeline, and one stage is quicker to trace.
-_ONE_STAGE = 'task.stack.num_stages:1;task.stack.num_micro_batches:1'
-_TWO_STAGES = 'task.stack.num_stages:2;task.stack.num_micro_batches:2'
-
 
 def _ModelParams(dataset='Train', more=''):
   params = registry.GetParams(processes.MODEL, dataset)
-  params.ApplyOverrides(params_text.ParseOverrides(f'{processes.TINY};{_ONE_STAGE};{more}'))
+  params.ApplyOverrides(params_text.ParseOverrides(f'{processes.TINY};{more}'))
   params.task.train.eval_datasets = []
   return params
 
@@ -106,7 +102,7 @@ def testARunKeepsItsMeasuredCut(tmp_path, monkeypatch):
     return [(float(i in costly) + 0.001,) * 2 for i in range(len(calls))]
 
   monkeypatch.setattr(layer_profile, 'Measure', Measure)
-  by_time = f'{_TWO_STAGES};task.stack.partition_by:time;task.train.max_steps:1'
+  by_time = 'task.stack.partition_by:time;task.train.max_steps:1'
   program = _Program(tmp_path, _ModelParams(more=by_time))
   first = program._runner.cut
   assert program.Run() == 0
@@ -129,7 +125,7 @@ def testARunKeepsItsMeasuredCut(tmp_path, monkeypatch):
   # A pipeline that differs from the checkpoint's is measured again.
   changed = _ModelParams(more=f'{by_time};task.stack.remat_policy:none')
   assert _Program(tmp_path, changed)._runner.cut.ends == other.ends
-  by_flops = _ModelParams(more=f'{_TWO_STAGES};task.train.max_steps:1')
+  by_flops = _ModelParams(more='task.train.max_steps:1')
   assert _Program(tmp_path, by_flops)._runner.cut.by == 'flops'
 
 
@@ -141,7 +137,7 @@ def testARunKeepsTheSlicesOfItsMeasuredCut(tmp_path, monkeypatch):
 
   monkeypatch.setattr(layer_profile, 'Measure', Measure)
   more = (
-    f'{_TWO_STAGES};task.num_layers:2;task.stack.partition_by:time;task.stack.vocabulary:shared;'
+    'task.num_layers:2;task.stack.partition_by:time;task.stack.vocabulary:shared;'
     'task.train.max_steps:1'
   )
   program = _Program(tmp_path, _ModelParams(more=more))

@@ -212,21 +212,18 @@ def _TrainReplicas(forks, project, tmp_path, model, overrides, workers, environm
 
 
 @pytest.mark.parametrize(
-  'model, all_reduce, way',
+  'model, all_reduce, more, way',
   [
-    ('Toy', 'auto', 'send'),
+    ('Toy', 'auto', '', 'send'),  # Compiled by XLA.
     # Collective operations between stages, and within them.
-    ('Normalised', 'collective', 'collective'),
+    ('Normalised', 'collective', ';task.stack.xla:False', 'collective'),
   ],
 )
 def testReplicasOnWorkersEqualReplicasInOneProcess(
-  forks, project, hosts, tmp_path, model, all_reduce, way
+  forks, project, hosts, tmp_path, model, all_reduce, more, way
 ):
-  overrides = (
-    f'task.stack.num_stages:1;task.stack.splits:[];task.train.all_reduce:{all_reduce};'
-    'task.stack.xla:False'
-  )
-  done = _TrainReplicas(forks, project, tmp_path, model, overrides, [f'--cluster={hosts}'])
+  one_stage = f'task.stack.num_stages:1;task.stack.splits:[];task.train.all_reduce:{all_reduce}'
+  done = _TrainReplicas(forks, project, tmp_path, model, one_stage + more, [f'--cluster={hosts}'])
   assert done.stderr.count(f' Gradients are added over 2 replicas by {way}.\n') == 1
 
 
