@@ -23,7 +23,7 @@ def _Preprocessor():
   return MODELS.GPT2CausalLMPreprocessor(tokenizer, sequence_length=10)
 
 
-def _Model(preprocessor=None, num_layers=3):
+def _Model(preprocessor=None, num_layers=2):
   """Returns a model of some blocks whose tokens do not repeat."""
   backbone = MODELS.GPT2Backbone(
     vocabulary_size=len(WORDS),
@@ -56,18 +56,17 @@ def _Generate(model, sampler, prompts=None):
 @pytest.mark.parametrize(
   'make_sampler',
   [
-    SAMPLERS.GreedySampler,
     lambda: SAMPLERS.BeamSampler(num_beams=3),
     lambda: SAMPLERS.ContrastiveSampler(k=3, alpha=0.3),
     lambda: SAMPLERS.TopKSampler(k=4, seed=2),
   ],
-  ids=['greedy', 'beam', 'contrastive', 'top_k'],
+  ids=['beam', 'contrastive', 'top_k'],
 )
 def testTokensEqualThePlainModels(make_sampler):
   expected = _Generate(keras_fits.Seeded(_Model), make_sampler())
-  pipe = keras_fits.Pipe(keras_fits.Seeded(_Model), 3, 4)
+  pipe = keras_fits.Pipe(keras_fits.Seeded(_Model), 2, 4)
   np.testing.assert_array_equal(_Generate(pipe, make_sampler()), expected)
-  assert len({v.value.device for v in pipe.model.weights}) == 3
+  assert len({v.value.device for v in pipe.model.weights}) == 2
 
 
 class _DevicesOfCache(SAMPLERS.GreedySampler):
@@ -85,9 +84,12 @@ class _DevicesOfCache(SAMPLERS.GreedySampler):
 
 
 def testEachLayersCacheStaysOnTheDeviceOfTheLayer():
-  pipe = keras_fits.Pipe(keras_fits.Seeded(_Model), 3)
+  def Make():
+    return keras_fits.Seeded(lambda: _Model(num_layers=3))
+
+  pipe = keras_fits.Pipe(Make(), 3)
   sampler = _DevicesOfCache()
-  _Generate(pipe, sampler)
+  np.testing.assert_array_equal(_Generate(pipe, sampler), _Generate(Make(), 'greedy'))
   blocks = [x.weights[0].value.device for x in pipe.model.backbone.transformer_layers]
   assert sampler.devices == blocks
   assert len(set(blocks)) > 1
@@ -95,7 +97,7 @@ def testEachLayersCacheStaysOnTheDeviceOfTheLayer():
 
 def testTextIsGeneratedBeforeAndAfterTrainingAndByAnotherPipeline():
   def Make():
-    return keras_fits.Seeded(lambda: _Model(_Preprocessor(), num_layers=2))
+    return keras_fits.Seeded(lambda: _Model(_Preprocessor(), num_layers=1))
 
   def Compiled(model, **options):
     optimizer = keras.optimizers.SGD(0.5)
@@ -107,7 +109,7 @@ def testTextIsGeneratedBeforeAndAfterTrainingAndByAnotherPipeline():
   prompts = ['ab c', 'd']
   before = plain.generate(prompts, max_length=9)
   assert pipe.generate(prompts, max_length=9) == before
-  texts = np.array(['abc abc', 'cab cab', 'hi hi', 'ghi'])
+  texts = np.array(['abc abc', 'ghi'])
   options = {'batch_size': 2, 'epochs': 2, 'verbose': 0}
   expected = plain.fit(texts, **options)
   history = pipe.fit(texts, **options)

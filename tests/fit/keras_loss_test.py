@@ -17,6 +17,7 @@ X, Y = keras_fits.Floats(12, 5), keras_fits.Floats(12, 3, seed=1)
 WEIGHTS = abs(keras_fits.Floats(12, seed=2)) + 0.1
 IDS, TARGETS = keras_fits.PaddedIds(12), keras_fits.Floats(12, 6, 3, seed=3)
 BOTH = {'a': Y, 'b': keras_fits.Floats(12, 2, seed=6)}
+REDUCTIONS = ['sum', 'sum_over_batch_size', 'mean_with_sample_weight']
 # Batches of six, so four micro-batches have two rows or one.
 SIZES = ((2, 4),)
 
@@ -30,57 +31,50 @@ def _SmallSteps():
   return keras.optimizers.SGD(0.01)
 
 
-@pytest.mark.parametrize('reduction', ['sum', 'sum_over_batch_size', 'mean_with_sample_weight'])
-def testReductions(reduction):
+def _Repeated(make):
+  """Returns a function that makes a model with outputs named by the reductions of their losses."""
+
+  def Make():
+    model = make()
+    heads = {name: layers.Dense(3, name=name)(model.layers[-2].output) for name in REDUCTIONS}
+    return keras.Model(model.inputs, heads)
+
+  return Make
+
+
+def _CompiledWith(loss, **metrics):
+  return {'loss': {name: loss(reduction=name) for name in REDUCTIONS}, **metrics}
+
+
+def testReductions():
   """Sample weights differ much, so that micro-batches have different sums of them."""
-  keras_fits.CheckFit(
-    keras_fits.Mlp,
-    X,
-    Y,
-    lambda: {'loss': _Squares(reduction), 'weighted_metrics': ['mae'], 'metrics': ['mse']},
-    SIZES,
-    optimizer=_SmallSteps,
-    batch_size=6,
-    sample_weight=WEIGHTS**2,
-  )
+
+  def Compiled():
+    each = {'weighted_metrics': {'sum': ['mae']}, 'metrics': {'mean_with_sample_weight': ['mse']}}
+    return _CompiledWith(LOSSES.MeanSquaredError, **each)
+
+  y, weights = dict.fromkeys(REDUCTIONS, Y), dict.fromkeys(REDUCTIONS, WEIGHTS**2)
+  options = {'optimizer': _SmallSteps, 'batch_size': 6, 'sample_weight': weights}
+  keras_fits.CheckFit(_Repeated(keras_fits.Mlp), X, y, Compiled, SIZES, **options)
 
 
-@pytest.mark.parametrize('reduction', ['sum', 'sum_over_batch_size', 'mean_with_sample_weight'])
-def testMaskedOutputs(reduction):
-  """Micro-batches keep different numbers of positions, and a micro-batch may keep none."""
-  keras_fits.CheckFit(
-    keras_fits.MaskedSequence,
-    IDS,
-    TARGETS,
-    lambda: {'loss': _Squares(reduction), 'metrics': ['mae']},
-    ((2, 6),),
-    optimizer=_SmallSteps,
-    batch_size=6,
-  )
+def testMaskedOutputs():
+  """Micro-batches keep different numbers of positions, and a micro-batch may keep none.
 
-
-def testMaskedOutputsWithWeightsOfPositions():
-  keras_fits.CheckFit(
-    keras_fits.MaskedSequence,
-    IDS,
-    TARGETS,
-    lambda: {'loss': 'mse', 'weighted_metrics': ['mae']},
-    SIZES,
-    batch_size=6,
-    sample_weight=abs(keras_fits.Floats(12, 6, seed=8)),
-  )
-
-
-def testFunctionsAsMetricsOfMaskedOutputs():
-  """They see all predictions of the batch, with the mask."""
+  A function as metric sees all predictions of the batch, with the mask.
+  """
 
   def Error(y, y_pred):
     return ops.mean(ops.abs(y - y_pred), -1)
 
   def Compiled():
-    return {'loss': 'mse', 'metrics': [Error]}
+    metrics = {'sum': ['mae'], 'sum_over_batch_size': [Error]}
+    return _CompiledWith(LOSSES.MeanSquaredError, metrics=metrics)
 
-  keras_fits.CheckFit(keras_fits.MaskedSequence, IDS, TARGETS, Compiled, batch_size=6)
+  y = dict.fromkeys(REDUCTIONS, TARGETS)
+  options = {'optimizer': _SmallSteps, 'batch_size': 6}
+  make = _Repeated(keras_fits.MaskedSequence)
+  keras_fits.CheckFit(make, IDS, y, Compiled, ((2, 6),), **options)
 
 
 def _Tokens():
@@ -88,25 +82,35 @@ def _Tokens():
   return keras.Model(inputs, layers.Dense(4)(layers.Dense(8)(inputs)))
 
 
-@pytest.mark.parametrize(
-  'reduction', ['sum', 'sum_over_batch_size', 'mean_with_sample_weight', 'weighted']
-)
-def testIgnoredClasses(reduction):
-  """Micro-batches have different numbers of labels that count, and different weights of them."""
-  labels = keras_fits.Integers(4, 12, 6)
+def _LabelsToIgnore():
+  """Returns labels of 12 examples: four have a single one that counts."""
+  labels = keras_fits.Integers(3, 12, 6)
   labels[:4, 1:] = -1
-  options = {'optimizer': _SmallSteps, 'batch_size': 6}
-  if reduction == 'weighted':
-    options['sample_weight'] = abs(keras_fits.Floats(12, 6, seed=8))
-    reduction = 'mean_with_sample_weight'
+  return labels
+
+
+def testIgnoredClasses():
+  """Micro-batches have different numbers of labels that count."""
 
   def Compiled():
+    return _CompiledWith(
+      lambda **options: LOSSES.SparseCategoricalCrossentropy(True, ignore_class=-1, **options)
+    )
+
+  y = dict.fromkeys(REDUCTIONS, _LabelsToIgnore())
+  options = {'optimizer': _SmallSteps, 'batch_size': 6}
+  keras_fits.CheckFit(_Repeated(_Tokens), TARGETS, y, Compiled, SIZES, **options)
+
+
+def testIgnoredClassesWithWeights():
+  def Compiled():
     loss = LOSSES.SparseCategoricalCrossentropy(
-      from_logits=True, ignore_class=-1, reduction=reduction
+      from_logits=True, ignore_class=-1, reduction='mean_with_sample_weight'
     )
     return {'loss': loss}
 
-  keras_fits.CheckFit(_Tokens, TARGETS, labels, Compiled, SIZES, **options)
+  options = {'batch_size': 6, 'sample_weight': abs(keras_fits.Floats(12, 6, seed=8))}
+  keras_fits.CheckFit(_Tokens, TARGETS, _LabelsToIgnore(), Compiled, SIZES, **options)
 
 
 class _Marked(keras.losses.Loss):
@@ -148,9 +152,9 @@ def _MaskedAndPooled():
 @pytest.mark.parametrize(
   ('a', 'b', 'pipelines'),
   [
-    ('sum_over_batch_size', 'sum_over_batch_size', ((2, 4), (1, 6))),
+    ('sum_over_batch_size', 'sum_over_batch_size', SIZES),
     ('mean_with_sample_weight', 'sum', SIZES),
-    ('sum', 'mean_with_sample_weight', SIZES),
+    ('sum', 'mean_with_sample_weight', ((1, 6),)),
   ],
 )
 def testEachOutputHasItsOwnDivisor(a, b, pipelines):
@@ -188,13 +192,6 @@ def _ListOfOutputs():
   return keras.Model(model.inputs, [model.output['b'], model.output['a'], model.output['b']])
 
 
-def testSumsOfSeveralOutputs():
-  """The history has the loss of each output, too."""
-  compiled = {'loss': {name: _Squares('sum') for name in 'ab'}}.copy
-  options = {'optimizer': _SmallSteps, 'batch_size': 6}
-  keras_fits.CheckFit(keras_fits.TwoOutputs, X, BOTH, compiled, SIZES, **options)
-
-
 def testListsOfOutputs():
   """One tensor is two outputs, and an output has no loss."""
   y = [BOTH['b'], Y, BOTH['b']]
@@ -222,11 +219,12 @@ def _Penalised():
   return keras.Model(inputs, layers.Dense(3, bias_regularizer='l2', trainable=False)(x))
 
 
-@pytest.mark.parametrize('loss', ['mse', None])
-def testLossesOfLayers(loss):
+@pytest.mark.parametrize(('loss', 'num_stages'), [('mse', 3), (None, 1)])
+def testLossesOfLayers(loss, num_stages):
   """The micro-batches have equal sizes, for an added mean counts by rows."""
   y = Y if loss else None
-  keras_fits.CheckFit(_Penalised, X, y, lambda: {'loss': loss}, ((1, 1), (3, 3)), batch_size=6)
+  pipelines = ((num_stages, num_stages),)
+  keras_fits.CheckFit(_Penalised, X, y, lambda: {'loss': loss}, pipelines, batch_size=6)
 
 
 def testEvaluationCountsTheLossesOfLayers():
@@ -244,11 +242,6 @@ def _SharedAndRegularised():
   return keras.Model(inputs, layers.Dense(3)(shared(shared(x))))
 
 
-def testASharedLayerIsRegularisedOnce():
-  compiled = {'loss': 'mse'}.copy
-  keras_fits.CheckFit(_SharedAndRegularised, X, Y, compiled, ((1, 1), (2, 2)), batch_size=6)
-
-
 @pytest.fixture
 def float64():
   keras.config.set_floatx('float64')
@@ -260,7 +253,7 @@ def float64():
 @pytest.mark.usefixtures('float64')
 @pytest.mark.parametrize('reduction', ['sum_over_batch_size', 'mean_with_sample_weight'])
 def testFloat64(reduction):
-  """The shares of three micro-batches are exact in no dtype."""
+  """The shares of three micro-batches are exact in no dtype; a shared layer counts once."""
   keras_fits.CheckFit(
     _SharedAndRegularised,
     X.astype('float64'),
@@ -283,13 +276,6 @@ def testASharedLayerIsRegularisedOnceInStagesOfOneStructure():
   """The second and the third stage make the same calls, but one of them reuses its weight."""
   compiled = {'loss': 'mse'}.copy
   keras_fits.CheckFit(_TwoSharedAndRegularised, X, Y, compiled, ((4, 2),), batch_size=6)
-
-
-def testAFunctionAsLoss():
-  def Squares(y, y_pred):
-    return ops.mean(ops.square(y - y_pred), axis=-1)
-
-  keras_fits.CheckFit(keras_fits.Mlp, X, Y, lambda: {'loss': Squares}, SIZES, batch_size=6)
 
 
 def testAFunctionOfTensorFlowAsLoss():
@@ -464,17 +450,18 @@ def testLossesWhoseValuesHaveAnotherShapeThanTheBatch(flat):
   keras_fits.CheckFit(_Tokens, TARGETS, keras_fits.Floats(12, 6, 4), lambda: {'loss': Loss})
 
 
-@pytest.mark.parametrize('metric', ['dice', 'tversky', 'circle'])
-def testFunctionsOfAllExamplesAsMetrics(metric):
+@pytest.mark.parametrize('metrics', [['dice', 'tversky'], ['circle']], ids=str)
+def testFunctionsOfAllExamplesAsMetrics(metrics):
   """They are Keras's own, but do not add up."""
-  y = keras_fits.Integers(3, 12) if metric == 'circle' else abs(Y)
+  is_sparse = 'circle' in metrics
+  y = keras_fits.Integers(3, 12) if is_sparse else abs(Y)
 
   def Make():
     return keras_fits.Mlp(3, activation='softmax')
 
   def Compiled():
-    loss = 'sparse_categorical_crossentropy' if metric == 'circle' else 'mse'
-    return {'loss': loss, 'metrics': [getattr(keras.losses, metric)]}
+    loss = 'sparse_categorical_crossentropy' if is_sparse else 'mse'
+    return {'loss': loss, 'metrics': [getattr(keras.losses, name) for name in metrics]}
 
   keras_fits.CheckFit(Make, X, y, Compiled, SIZES, batch_size=6)
 
@@ -590,7 +577,6 @@ def testLossesWithVariablesAreRefused(num_micro_batches):
 @pytest.mark.parametrize(
   ('activation', 'loss', 'options'),
   [
-    ('softmax', 'sparse_categorical_crossentropy', {}),
     ('softmax', 'sparse_categorical_crossentropy', {'schedule': '1f1b', 'remat_policy': 'layer'}),
     ('sigmoid', 'binary_crossentropy', {}),
   ],

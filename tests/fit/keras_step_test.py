@@ -416,9 +416,7 @@ class _Masked(keras.layers.Layer):
 @pytest.mark.parametrize(
   'layer, optimizer, num_micro_batches', [(_Mixed, keras_fits.Sgd, 2), (_Masked, _Adam, 1)]
 )
-def testALayerWithMicroBatchesUnlikeTheBatchIsWarnedOf(
-  layer, optimizer, num_micro_batches, caplog
-):
+def testALayerWithMicroBatchesUnlikeTheBatchIsWarnedOf(layer, optimizer, num_micro_batches, caplog):
   """Its gradients are added: with one micro-batch they are as in Keras, and so with SGD."""
   make = functools.partial(_Begins, layer)
   _CheckTable(optimizer, make, num_micro_batches=num_micro_batches)

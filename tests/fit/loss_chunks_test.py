@@ -53,18 +53,22 @@ def _Compiled(reduction='sum_over_batch_size', **options):
   return {'loss': loss, 'metrics': ['accuracy'], 'weighted_metrics': [top]}
 
 
-def _Check(make, x, y, compiled=_Compiled, *, chunk_size, bound=1e-5, pipe=(), **options):
+def _Check(
+  make, x, y, compiled=_Compiled, *, chunk_size, bound=1e-5, pipe=(), predicts=True, **options
+):
   options = {'batch_size': 6, 'epochs': 1, **options}
   expected = keras_fits.Fit(keras_fits.Seeded(make), x, y, compiled, **options)
   chunked = keras_fits.Pipe(keras_fits.Seeded(make), 2, 2, loss_chunk_size=chunk_size, **dict(pipe))
   keras_fits.CheckEqual(keras_fits.Fit(chunked, x, y, compiled, **options), expected, bound)
+  if not predicts:
+    return
   plain = keras_fits.Seeded(make)
   plain.set_weights(expected.weights)
   predicted = chunked.predict(x, batch_size=6, verbose=0)
   np.testing.assert_allclose(predicted, plain(x), atol=10 * bound)
 
 
-@pytest.mark.parametrize('reduction', ['sum', 'sum_over_batch_size', 'mean_with_sample_weight'])
+@pytest.mark.parametrize('reduction', ['sum', 'mean_with_sample_weight'])
 def testMasksAndWeightsOfPositions(reduction):
   """Chunks of 5 cross the examples of 6 positions, and micro-batches keep different numbers."""
   _Check(
@@ -73,6 +77,7 @@ def testMasksAndWeightsOfPositions(reduction):
     CLASSES,
     lambda: _Compiled(reduction),
     chunk_size=5,
+    predicts=False,
     sample_weight=WEIGHTS,
     optimizer=lambda: keras.optimizers.SGD(0.01),
   )
@@ -95,13 +100,15 @@ def testOperationsThatDropTheMask():
   _Check(Make, IDS, CLASSES, chunk_size=5)
 
 
-def testOtherMetricsGetTheMask():
+def testOtherMetricsGetTheMaskAndTheMeanHasWeights():
   _Check(
     _Tagger,
     IDS,
     CLASSES,
     lambda: {**_Compiled(), 'metrics': [keras_hub.metrics.Perplexity(from_logits=True)]},
     chunk_size=5,
+    predicts=False,
+    sample_weight=WEIGHTS,
   )
 
 
@@ -137,7 +144,7 @@ class _MeanLogit(keras.metrics.Mean):
 def testASharedVocabularyWithMasksAndWeights():
   options = {'sample_weight': WEIGHTS, 'optimizer': lambda: keras.optimizers.SGD(0.01)}
   pipe = {'vocabulary': 'shared'}
-  _Check(_Tagger, IDS, CLASSES, _Sparse, chunk_size=0, pipe=pipe, **options)
+  _Check(_Tagger, IDS, CLASSES, _Sparse, chunk_size=0, pipe=pipe, predicts=False, **options)
 
 
 def testASharedVocabularyWithTiedWeights():

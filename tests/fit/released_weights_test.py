@@ -20,10 +20,8 @@ def _Alive(references):
   'options',
   [
     {},
-    {'schedule': 'zb_h1'},
-    {'remat_policy': 'layer'},
-    {'remat_policy': 'none'},
-    {'loss_chunk_size': 3},
+    {'schedule': 'zb_h1', 'remat_policy': 'layer'},
+    {'loss_chunk_size': 3, 'remat_policy': 'none'},
     {'vocabulary': 'shared', 'schedule': '1f1b'},
     {'num_replicas': 2},
   ],

@@ -31,13 +31,20 @@ def _SwapAxes(x):
   ids=['mean', 'softmax', 'tensordot', 'roll', 'time first'],  # The last shows a cell later.
 )
 def testOutputsThatCompareExamplesAreWarnedOf(compare, caplog):
-  for num_micro_batches in (1, 2):
-    model = keras_fits.Seeded(lambda: _Model([compare], []))
-    pipe = keras_fits.Pipe(model, 2, num_micro_batches)
-    pipe.compile(loss='mse')
-    assert 'num_micro_batches=1' not in caplog.text  # TensorFlow warns of many traces.
-    pipe.evaluate(X, Y, verbose=0)
+  _Evaluate(compare, 2)
   assert re.search(r'layers\[[12]\].*dense_[12].*num_micro_batches=1', caplog.text)
+
+
+def _Evaluate(compare, num_micro_batches):
+  model = keras_fits.Seeded(lambda: _Model([compare], []))
+  pipe = keras_fits.Pipe(model, 2, num_micro_batches)
+  pipe.compile(loss='mse')
+  pipe.evaluate(X, Y, verbose=0)
+
+
+def testOneMicroBatchMayCompareExamples(caplog):
+  _Evaluate(lambda x: x + ops.mean(x, axis=0), 1)
+  assert 'num_micro_batches=1' not in caplog.text  # TensorFlow warns of many traces.
 
 
 @pytest.mark.parametrize(

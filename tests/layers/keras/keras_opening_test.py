@@ -52,14 +52,11 @@ class _Decoder(layers.Layer):
   def __init__(self, **options):
     super().__init__(**options)
     self.embedding = layers.Embedding(9, 6)
-    self.blocks = [_Block(name='block_2'), _Block(name='block_3')]
+    self.block = _Block(name='block_2')
     self.scale = self.add_weight(shape=[6], initializer='random_normal', name='scale')
 
   def call(self, ids, context):
-    x = self.embedding(ids) * self.scale
-    for block in self.blocks:
-      x = block(x, context=context)
-    return x
+    return self.block(self.embedding(ids) * self.scale, context=context)
 
 
 class _Subclassed(keras.Model):
