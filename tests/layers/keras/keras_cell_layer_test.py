@@ -158,7 +158,7 @@ def _Dropouts():
 
 
 def _Masks(num_stages, **options):
-  """Returns the masks of two steps [step, row, dropout, channel], and the biases after them."""
+  """Returns masks [step, row, dropout, channel] of two steps, and biases after the first."""
   pipe = keras_fits.Pipe(keras_fits.Seeded(_Dropouts), num_stages, 2, **options)
   x, y = keras_fits.Floats(8, 5), np.zeros([8, 6 * WIDTH], 'float32')
   predictions = _Predictions(y.shape)
@@ -168,12 +168,13 @@ def _Masks(num_stages, **options):
     return ops.mean(y_pred, axis=-1)
 
   pipe.compile(optimizer=keras.optimizers.SGD(RATE), loss=Mean, metrics=[predictions])
-  masks = []
+  masks, weights = [], []
   for _ in range(2):
     pipe.train_on_batch(x, y)
+    weights.append(pipe.get_weights())
     masks.append(predictions.last.numpy().reshape([8, 6, WIDTH]) != 0)
   np.testing.assert_array_equal(pipe.predict(x, verbose=0) > 0.5, True)
-  return np.array(masks), [w for w in pipe.get_weights() if w.ndim == 1]
+  return np.array(masks), [w for w in weights[0] if w.ndim == 1]
 
 
 def testDropoutDependsOnStepAndMicroBatchAlone():
@@ -193,8 +194,8 @@ def testDropoutDependsOnStepAndMicroBatchAlone():
     np.testing.assert_array_equal(same, masks)
     # The gradient of a bias is the number of its outputs that are not masked.
     for i, bias in enumerate(biases):
-      gradients = 2 * masks[:, :, 2 * i : 2 * i + 2].sum((0, 1, 2)) / (8 * 6 * WIDTH)
-      np.testing.assert_allclose((1 - bias) / RATE, gradients, rtol=1e-3, atol=1e-5)
+      gradient = 2 * masks[0][:, 2 * i : 2 * i + 2].sum((0, 1)) / (8 * 6 * WIDTH)
+      np.testing.assert_allclose((1 - bias) / RATE, gradient, rtol=1e-3, atol=1e-5)
 
 
 class _Block(layers.Layer):

@@ -89,9 +89,12 @@ def testALargeLayerIsCutInside(make):
 
   graph = keras_graph.FromModel(Make(), (IDS, OTHER))
   assert len(keras_cells.Cut(graph)) == 3  # So four stages need open layers.
-  graph = keras_graph.Opened(graph, 4)
-  assert not graph.closed and len(keras_cells.Cut(graph)) >= 8
-  keras_fits.CheckFit(Make, (IDS, OTHER), TARGETS, COMPILED, ((4, 1),), batch_size=8)
+  options = {'batch_size': 8, 'epochs': 1}
+  expected = keras_fits.Fit(keras_fits.Seeded(Make), (IDS, OTHER), TARGETS, COMPILED, **options)
+  pipe = keras_fits.Pipe(keras_fits.Seeded(Make), 4)
+  actual = keras_fits.Fit(pipe, (IDS, OTHER), TARGETS, COMPILED, **options)
+  keras_fits.CheckEqual(actual, expected)
+  assert not pipe._placed.graph.closed and len(pipe._placed.cells) >= 8
 
 
 class _Large(layers.Layer):
