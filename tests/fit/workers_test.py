@@ -2,8 +2,8 @@
 """`PipelinedModel` on workers: models that are too large for one process are loaded, fitted, saved.
 
 Every process, the client among them, may take the same memory beyond what TensorFlow takes to start
-(RLIMIT_DATA). The first model has large weights and is trained by LoRA. The second has large
-activations and is trained in full.
+(RLIMIT_DATA). Plain Keras takes more. The first model has large weights and is trained by LoRA. The
+second has large activations and is trained in full.
 """
 
 import json
@@ -119,13 +119,12 @@ if kind == 'write':
     max_sequence_length=length,
     dropout=0.0,
   )
-  model = GPT(backbone, preprocessor=None)
-  model.save_to_preset(directory)
-  result['losses'] = TrainPlain(model)
+  GPT(backbone, preprocessor=None).save_to_preset(directory)
 elif kind == 'plain':
   tf.matmul(tf.ones([2, 2]), tf.ones([2, 2]))  # Starts TensorFlow's threads.
-  Limit()
-  TrainPlain(GPT.from_preset(directory, preprocessor=None))
+  result['losses'] = Peaks(
+    'plain', lambda: TrainPlain(GPT.from_preset(directory, preprocessor=None))
+  )
 else:
   processes += map(int, sys.argv[11:])
   spec = cluster_spec.FromText(pathlib.Path(sys.argv[10]).read_text(), '')
@@ -184,9 +183,11 @@ def testTwoWorkersTrainWhatPlainKerasCannot(case, memory_forks, tmp_path):
   def Run(kind, *args):
     return memory_forks.Run(str(program), kind, str(path), *map(str, case), *args)
 
-  done = processes.Succeeded(Run('write'))
-  losses = json.loads(done.stdout.splitlines()[-1])['losses']
-  assert Run('plain').returncode
+  processes.Succeeded(Run('write'))
+  done = processes.Succeeded(Run('plain'))
+  plain = json.loads(done.stdout.splitlines()[-1])
+  # Measured: beyond the limit a process would end, or hang until it is killed.
+  assert plain['peaks']['plain'][0] > case.budget
   addresses = [f'localhost:{port}' for port in worker_processes.FreePorts(2)]
   hosts.write_text(json.dumps({'worker': addresses}))
   flags = [f'--cluster={hosts}', '--local_only', '--platform=cpu', '--threads_per_device=1']
@@ -202,7 +203,7 @@ def testTwoWorkersTrainWhatPlainKerasCannot(case, memory_forks, tmp_path):
       os.kill(pid, signal.SIGKILL)
   shutil.rmtree(tmp_path)
   result = json.loads(done.stdout.splitlines()[-1])
-  np.testing.assert_allclose(result['losses'], losses, rtol=1e-4)
+  np.testing.assert_allclose(result['losses'], plain['losses'], rtol=1e-4)
   peaks = result['peaks']
   assert peaks['load'][0] < case.block + ALLOWANCE_OF_LOADING, peaks
   for name in ('weights', 'preset', 'archive'):
