@@ -34,8 +34,6 @@ TINY = (
 TIMEOUT = 120
 # Environment with which a program of `Forks` traces and computes as in a process of its own.
 OPTIMIZED = {'OPTIMIZE_GRAPHS': '1'}
-# Environment with which a Python file of `Forks` traces as fast as the programs do.
-FAST = {'TRACE_FAST': '1'}
 
 
 @functools.cache
@@ -109,8 +107,7 @@ for line in sys.stdin:
     os.chdir(call['cwd'])
     os.environ.update(call['environment'])
     program = call['program']
-    is_fast = program in programs or os.environ.get('TRACE_FAST')
-    if is_fast and not os.environ.get('OPTIMIZE_GRAPHS'):
+    if not os.environ.get('OPTIMIZE_GRAPHS'):
       fast_tracing['Configure']()
     random.seed(0)  # Keras draws the seeds of initial weights from it.
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # As at the start of a process.
@@ -130,11 +127,10 @@ for pid in beside:
 class Forks:
   """Runs programs one after the other, like `Run`, but imports TensorFlow once for all of them.
 
-  For programs, or Python files, that run to their end. The programs trace as fast as the tests, see
-  fast_tracing.py, except with the environment `OPTIMIZED`; files do with `FAST`. The output lacks
-  messages from importing TensorFlow, and the children do not import modules that the parent has
-  imported: another test of the file should start a real process. Tests share one object as the
-  fixture `forks`.
+  For programs, or Python files, that run to their end. They trace as fast as the tests, see
+  fast_tracing.py, except with the environment `OPTIMIZED`. The output lacks messages from importing
+  TensorFlow, and the children do not import modules that the parent has imported: another test of
+  the file should start a real process. Tests share one object as the fixture `forks`.
   """
 
   def __init__(self, directory, *, modules=(), command=(sys.executable,), more_environment=None):

@@ -292,9 +292,7 @@ def output(forks, hosts, project, tmp_path_factory):
   """(results that the program printed, its log lines about the place of reading)."""
   path = tmp_path_factory.mktemp('program') / 'program.py'
   path.write_text(_PROGRAM)
-  done = processes.Succeeded(
-    forks.Run(str(path), str(hosts), cwd=project, more_environment=processes.FAST)
-  )
+  done = processes.Succeeded(forks.Run(str(path), str(hosts), cwd=project))
   lines = [line.removeprefix('INFO:absl:data: ') for line in done.stderr.splitlines()]
   return json.loads(done.stdout), [line for line in lines if ', read by ' in line]
 

@@ -42,9 +42,7 @@ program.Main(chaos.DefineFlags, chaos.Run, '')
 @pytest.fixture
 def chaos(forks, tmp_path):
   (tmp_path / 'driver.py').write_text(_DRIVER)
-  return lambda *args: forks.Run(
-    str(tmp_path / 'driver.py'), *args, cwd=tmp_path, more_environment=processes.FAST
-  )
+  return lambda *args: forks.Run(str(tmp_path / 'driver.py'), *args, cwd=tmp_path)
 
 
 def testFindingsAreCountedAndCanBeRepeated(chaos):

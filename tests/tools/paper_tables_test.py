@@ -50,7 +50,7 @@ def testAnotherFailureIsReported():
 def testTable1CountsAndPredicts(forks):
   models = 'lm.one_billion_wds.Transformer3,lm.one_billion_wds.Transformer13'
   program = str(processes.ROOT / 'tools' / 'paper_memory.py')
-  done = forks.Run(program, f'--models={models}', more_environment=processes.FAST)
+  done = forks.Run(program, f'--models={models}')
   lines = processes.Succeeded(done).stdout.splitlines()
   rows = [re.split(r'\s{1,}', line) for line in lines if line.startswith('lm.')]
   assert [row[4] for row in rows] == ['282,178,816', '785,761,536']

@@ -74,7 +74,6 @@ _MEASURE = ('--measure', '--measured_sizes=2', '--remat_policies=none', '--sched
 def testThisMachineIsMeasuredAndPlansAreChecked(forks):
   done = forks.Run(
     _PROGRAM, *_MODEL, *_MEASURE, '--num_devices=2', '--platform=cpu', '--check=1', '--repeats=1',
-    more_environment=processes.FAST,
   )  # fmt: skip
   out = processes.Succeeded(done).stdout
   described = json.loads(out.splitlines()[0])
@@ -89,7 +88,6 @@ def testThisMachineIsMeasuredAndPlansAreChecked(forks):
 def testWorkersAreMeasuredAndPlansAreChecked(forks):
   done = forks.Run(
     _PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2', '--check=1', '--repeats=1',
-    more_environment=processes.FAST,
   )  # fmt: skip
   lines = processes.Succeeded(done).stdout.splitlines()
   described = json.loads(lines[0])
