@@ -73,8 +73,8 @@ _MEASURE = ('--measure', '--measured_sizes=2', '--remat_policies=none', '--sched
 
 def testThisMachineIsMeasuredAndPlansAreChecked(forks):
   done = forks.Run(
-    _PROGRAM, *_MODEL, *_MEASURE, '--num_devices=2', '--platform=cpu', '--check=1', '--repeats=1',
-  )  # fmt: skip
+    _PROGRAM, *_MODEL, *_MEASURE, '--num_devices=2', '--platform=cpu', '--check=1', '--repeats=1'
+  )
   out = processes.Succeeded(done).stdout
   described = json.loads(out.splitlines()[0])
   assert described['num_devices'] == 2 and described['all_reduce'] == 'send'
@@ -87,8 +87,8 @@ def testThisMachineIsMeasuredAndPlansAreChecked(forks):
 
 def testWorkersAreMeasuredAndPlansAreChecked(forks):
   done = forks.Run(
-    _PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2', '--check=1', '--repeats=1',
-  )  # fmt: skip
+    _PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2', '--check=1', '--repeats=1'
+  )
   lines = processes.Succeeded(done).stdout.splitlines()
   described = json.loads(lines[0])
   assert (described['num_devices'], described['devices_per_host']) == (2, 2)
