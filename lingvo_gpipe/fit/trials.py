@@ -60,23 +60,16 @@ class Trial:
     if self._size == 1:
       return
     batches = [[0, self._size // 3], [0, 2 * self._size // 3]]
-    for do_eval in (True, False):
-      if not do_eval:
-        if not any(map(_LayersWithMode, self._layers)):
-          return
-        batches.append(batches[0])  # Equal to the first, unless random numbers differ.
-      outputs, _ = self._Run(self._layers, batches, steps=[0] * len(batches), do_eval=do_eval)
-      x, y, *again = outputs[-1]
-      if not _IsEqual(x, y) and all(_IsEqual(x, z) for z in again):
-        layer = self._layers[next(i for i, of in enumerate(outputs) if not _IsEqual(*of[:2]))]
-        logging.warning(
-          '%s: what %s computes%s for an example depends on the other examples of the batch, which '
-          'are those of its micro-batch here. Only num_micro_batches=1 computes it as Keras does.',
-          layer.path,
-          layer.params.cell.name if do_eval else _LayersWithMode(layer) or layer.params.cell.name,
-          '' if do_eval else ' in training',
-        )
-        return
+    outputs, _ = self._Run(self._layers, batches)
+    if layer := self._FirstDependent(outputs):
+      _WarnOfDependence(layer, layer.params.cell.name, 'computes')
+    elif any(map(_LayersWithMode, self._layers)):
+      repeated = [*batches, batches[0]]  # Unequal to the first if random numbers differ.
+      outputs, _ = self._Run(self._layers, repeated, steps=[0, 0, 0], do_eval=False)
+      layer = self._FirstDependent(outputs)
+      if layer and _IsEqual(outputs[-1][0], outputs[-1][2]):
+        names = _LayersWithMode(layer) or layer.params.cell.name
+        _WarnOfDependence(layer, names, 'computes in training')
 
   def CheckAddedLosses(self, num_micro_batches: int) -> None:
     """Raises ValueError if a cell adds a loss that grows with the number of examples.
@@ -106,6 +99,13 @@ class Trial:
         if layer in unknown and _AreClose(loss, again, 1e-3):
           mean = float(np.average(of_parts, weights=sizes))
           _CheckMean(layer.path, unknown.pop(layer), loss, twice, mean)
+
+  def _FirstDependent(self, outputs: list[list[Any]]) -> keras_cell_layer.KerasCellLayer | None:
+    """Returns the first cell whose first two outputs differ; None if the last cell's are equal."""
+    if _IsEqual(*outputs[-1][:2]):
+      return None
+    pairs = zip(self._layers, outputs, strict=True)
+    return next(layer for layer, batches in pairs if not _IsEqual(*batches[:2]))
 
   def _Run(
     self,
@@ -154,6 +154,16 @@ class Trial:
         if name == keras_cell_layer.ADDED:
           losses.setdefault(layer, []).append(float(value))
     return outputs, losses
+
+
+def _WarnOfDependence(layer: keras_cell_layer.KerasCellLayer, names: str, computes: str) -> None:
+  logging.warning(
+    '%s: what %s %s for an example depends on the other examples of the batch, which are those of '
+    'its micro-batch here. Only num_micro_batches=1 computes it as Keras does.',
+    layer.path,
+    names,
+    computes,
+  )
 
 
 def _CheckMean(path: str, names: str, loss: float, twice: float, mean: float) -> None:

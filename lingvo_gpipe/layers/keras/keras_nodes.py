@@ -126,13 +126,13 @@ class Graph:
       raise ValueError(f'{self.model.name} needs the inputs {sorted(names)}, missing: {missing}')
     if graph is not None:
       tensors = list(graph._standardize_inputs(x))
-      for t, v in zip(tensors, self.model.inputs, strict=True) if graph is self.model else ():
-        # As in Keras, a Sequential model takes other sizes.
-        if t is not None and not tf.TensorShape(v.shape[1:]).is_compatible_with(t.shape[1:]):
-          raise ValueError(
-            f'{self.model.name}: the input {v.name} has the shape {tuple(t.shape)}, expected '
-            f'{v.shape}'
-          )
+      if graph is self.model:  # As in Keras, a Sequential model takes other sizes.
+        for t, v in zip(tensors, self.model.inputs, strict=True):
+          if t is not None and not tf.TensorShape(v.shape[1:]).is_compatible_with(t.shape[1:]):
+            raise ValueError(
+              f'{self.model.name}: the input {v.name} has the shape {tuple(t.shape)}, expected '
+              f'{v.shape}'
+            )
       return tensors
     try:
       keras.tree.assert_same_structure(x, self.input_structure)
