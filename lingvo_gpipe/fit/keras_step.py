@@ -26,6 +26,8 @@ from lingvo_gpipe.pipeline.stages import failures, micro_batch
 
 # Maps the side inputs of a micro-batch to the weight of its loss, a scalar.
 LossWeight = Callable[[Any], tf.Tensor]
+# Maps a device and the ids of its weights to the compiled function that updates them.
+_Updates = dict[tuple[Any, ...], Any]
 
 
 class KerasStep:
@@ -66,6 +68,7 @@ class KerasStep:
     self._connected = set(self._variables if connected is None else connected)
     stack.engine.MakeAccumulators()
     self._sum = replicas.GradientSum(stack.engine.replicas)
+    self._updates: _Updates = {}
     if not optimizer.built:
       optimizer.build(list(all_variables or self._variables.values()))
     stack.engine.KeepSlices(KeepsSlices(stack, optimizer, sum_embedding_gradients))
@@ -137,7 +140,7 @@ class KerasStep:
     with _ClippedByStage(optimizer) as clip_norm:
       gradients = self._Gradients(clip_norm, sums.slices)
       is_compiled = engine.compiles_updates and _CanBeCompiled(optimizer)
-      updates = _Compiled(optimizer) if is_compiled else _OneByOne(optimizer)
+      updates = _Compiled(optimizer, self._updates) if is_compiled else _OneByOne(optimizer)
       with _BesideInputs(), updates:
         pairs = self._variables.items()
         optimizer.apply_gradients(  # Which Keras's `train_step` calls, and a user may override.
@@ -268,8 +271,13 @@ def _CanBeCompiled(optimizer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _Compiled(optimizer: Any) -> Iterator[None]:
-  """Lets XLA compile the updates of each device's weights as one function, while traced."""
+def _Compiled(optimizer: Any, compiled: _Updates) -> Iterator[None]:
+  """Lets XLA compile the updates of each device's weights as one function, while traced.
+
+  Args:
+    optimizer: the optimizer.
+    compiled: gets the functions. The step is traced for each shape of a batch, and finds them here.
+  """
   inner = keras_variables.Inner(optimizer)
   update_all = inner._backend_update_step
 
@@ -284,38 +292,36 @@ def _Compiled(optimizer: Any) -> Iterator[None]:
       update_all(gradients, variables, learning_rate)
     rate, count = tf.convert_to_tensor(learning_rate), tf.convert_to_tensor(inner._iterations)
     for device, pairs in by_device.items():
-      _UpdateDevice(inner, device, pairs, rate, count)
+      variables = [v for _, v in pairs]
+      key = (device, *map(id, variables))
+      if key not in compiled:
+        compiled[key] = _DeviceUpdate(inner, variables)
+      args = [gradient for gradient, _ in pairs], rate, count
+      with tf.device(device):
+        used = compiled[key].get_concrete_function(*args).variables
+        if {v.device for v in used} == {device}:
+          compiled[key](*args)
+        else:  # An optimizer with a variable for all weights, such as Nadam's product.
+          with _OneByOne(inner):
+            compiled[key].python_function(*args)
 
   with keras_variables.Replaced(inner, _backend_update_step=UpdateAll):
     yield
 
 
-def _UpdateDevice(
-  optimizer: Any,
-  device: str,
-  pairs: Sequence[tuple[Any, Any]],
-  rate: tf.Tensor,
-  count: tf.Tensor,
-) -> None:
-  """Updates the weights of a device from (gradient, weight), compiled by XLA if it can be."""
+def _DeviceUpdate(optimizer: Any, variables: Sequence[Any]) -> Any:
+  """Returns a function compiled by XLA of (gradients, rate, count) that updates some weights."""
 
   def Update(gradients: Sequence[Any], rate: tf.Tensor, count: tf.Tensor) -> None:
     # XLA reads no variable of another device, and the optimizer's count is on one of them.
     iterations, vars(optimizer)['_iterations'] = optimizer._iterations, count
     try:
-      for gradient, (_, variable) in zip(gradients, pairs, strict=True):
+      for gradient, variable in zip(gradients, variables, strict=True):
         optimizer.update_step(gradient, variable, rate)
     finally:
       vars(optimizer)['_iterations'] = iterations
 
-  args = [gradient for gradient, _ in pairs], rate, count
-  with tf.device(device):
-    compiled = tf.function(Update, autograph=False, jit_compile=True)
-    if {v.device for v in compiled.get_concrete_function(*args).variables} == {device}:
-      compiled(*args)
-    else:  # An optimizer with a variable for all weights, such as Nadam's product.
-      with _OneByOne(optimizer):
-        Update(*args)
+  return tf.function(Update, autograph=False, jit_compile=True)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ stages: the squared norms of the gradients. `multi_learner` combines the learner
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -142,7 +143,8 @@ class Learner:
       raise ValueError(f'a learner clips in only one way: set only one of {", ".join(clipping)}')
     self._schedule = p.lr_schedule.Instantiate()
     self._parts: list[_Part] = []
-    self._is_compiled = False
+    self._squares: list[Callable[[], tf.Tensor]] = []
+    self._updates: list[Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = []
     # The first `_num_private` parts belong to this learner only. If all parts are shared with other
     # tasks, `_count` counts the updates of this learner.
     self._num_private = 0
@@ -202,7 +204,6 @@ class Learner:
         shared weight.
     """
     p = self.params
-    self._is_compiled = is_compiled
     built = p.optimizer.Instantiate()
     shared_members: dict[tuple[str, str], list[tuple[str, tf.Variable, tf.Variable]]] = {}
     for s in stages:
@@ -235,6 +236,12 @@ class Learner:
         f'bprop_variable_filter {p.bprop_variable_filter!r}, '
         f'exclusion {p.bprop_variable_exclusion!r}'
       )
+    for part in self._parts:
+      # One function for all traces of a step (one for each shape of a batch) is compiled once.
+      compiled = functools.partial(tf.function, autograph=False, jit_compile=True)
+      wrap = compiled if is_compiled else lambda function: function
+      self._squares.append(wrap(functools.partial(_SumOfSquares, part)))
+      self._updates.append(wrap(functools.partial(self._UpdatePart, part)))
 
   def LearningRate(self, step: Any) -> tf.Tensor:
     """Returns the learning rate of the update after `step` steps, a float32 scalar."""
@@ -286,15 +293,11 @@ class Learner:
 
   def SumOfSquares(self) -> tf.Tensor:
     """Returns the squared norm of the accumulators of all stages, a float64 scalar."""
-    return tf.add_n([tf.cast(self._SquaresOf(part), tf.float64) for part in self._parts])
-
-  def _SquaresOf(self, part: _Part) -> tf.Tensor:
-    def Sum() -> tf.Tensor:
-      values = [tf.cast(a, _NormDtype(a)) for a in part.accumulators]
-      return tf.add_n([tf.reduce_sum(tf.square(x)) for x in values])
-
-    with tf.device(part.device):
-      return self._Compiled(Sum)()
+    sums = []
+    for part, squares in zip(self._parts, self._squares, strict=True):
+      with tf.device(part.device):
+        sums.append(squares())
+    return tf.add_n([tf.cast(x, tf.float64) for x in sums])
 
   def Update(
     self, step: tf.Tensor, norm: tf.Tensor, divisor: tf.Tensor, is_applied: tf.Tensor
@@ -319,8 +322,9 @@ class Learner:
     # The norm needs the gradients of all stages: if one stage fails, no stage has been updated.
     with tf.control_dependencies([norm]):
       factor = clip / divisor
-    for part in self._parts:
-      self._UpdatePart(part, factor, rate, is_applied)
+    for part, update in zip(self._parts, self._updates, strict=True):
+      with tf.device(part.device):
+        tf.cond(is_applied, functools.partial(update, factor, rate), lambda: tf.constant(False))
     if self._count is not None:
       self._count.assign_add(tf.cast(is_applied, tf.int64))
     return {
@@ -329,25 +333,12 @@ class Learner:
       'grad_scale': tf.cast(tf.where(is_applied, clip, tf.zeros_like(clip)), tf.float32),
     }
 
-  def _UpdatePart(
-    self, part: _Part, factor: tf.Tensor, rate: tf.Tensor, is_applied: tf.Tensor
-  ) -> None:
-    with tf.device(part.device):
-
-      def Apply() -> tf.Tensor:
-        pairs = zip(part.trained.values(), part.accumulators, strict=True)
-        grads = [tf.cast(self._Clip(a * tf.cast(factor, a.dtype)), v.dtype) for v, a in pairs]
-        part.optimizer.Apply(grads, rate)
-        return tf.constant(True)
-
-      tf.cond(is_applied, self._Compiled(Apply), lambda: tf.constant(False))
-
-  def _Compiled(self, function: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
-    """Returns a function of the variables of a part, compiled by XLA if the updates are."""
-    if not self._is_compiled:
-      return function
-    compiled: Callable[[], tf.Tensor] = tf.function(function, autograph=False, jit_compile=True)
-    return compiled
+  def _UpdatePart(self, part: _Part, factor: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
+    """Updates the weights of a part; returns True, as a branch of a condition returns a value."""
+    pairs = zip(part.trained.values(), part.accumulators, strict=True)
+    grads = [tf.cast(self._Clip(a * tf.cast(factor, a.dtype)), v.dtype) for v, a in pairs]
+    part.optimizer.Apply(grads, rate)
+    return tf.constant(True)
 
   def _Clip(self, gradient: tf.Tensor) -> tf.Tensor:
     """Clips the gradient of one variable by its own norm or by value."""
@@ -358,6 +349,11 @@ class Learner:
     if limit := p.clip_gradient_value_to:
       return tf.clip_by_value(gradient, -limit, limit)
     return gradient
+
+
+def _SumOfSquares(part: _Part) -> tf.Tensor:
+  values = [tf.cast(a, _NormDtype(a)) for a in part.accumulators]
+  return tf.add_n([tf.reduce_sum(tf.square(x)) for x in values])
 
 
 def _NormDtype(x: tf.Variable | tf.Tensor) -> tf.DType:

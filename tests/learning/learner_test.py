@@ -67,6 +67,19 @@ def testUpdatesCompiledByXlaAreEqual(settings, bad):
     np.testing.assert_allclose(results[1][name], expected, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
+def testAllTracesOfAStepHaveTheSameCompiledUpdates():
+  """Each shape of a batch is a trace."""
+  p = _SGD(clip_gradient_norm_to_value=0.7)
+  learners, _ = learner_stages.Build(p, learner_stages.Stages(), is_compiled=True)
+  names = []
+  for _ in range(2):
+    traced = tf.function(lambda: learners.Apply(tf.constant(0), tf.constant(1.0)))
+    functions = traced.get_concrete_function().graph.as_graph_def().library.function
+    names.append({f.signature.name for f in functions if f.attr['_XlaMustCompile'].b})
+  assert len(names[0]) == 4  # The norm and the update on each of two stages.
+  assert names[0] == names[1]
+
+
 def testDividesByTheLossWeight():
   """Accumulators hold sums over tokens; norm, clipping and update use the mean."""
   stages = learner_stages.Stages()
