@@ -68,13 +68,69 @@ def testTheCommandRunsAndTheTrainerPredictsTheSameMemory(forks, tmp_path):
   assert needs == pytest.approx(_Bytes(chosen[-2]), rel=2e-3)
 
 
-_MEASURE = ('--measure', '--measured_sizes=2', '--remat_policies=none', '--schedules=gpipe')
+# Two layers of one kind: a measurement spends nearly all of its time on tracing each kind.
+_NET = """
+import tensorflow as tf
+
+from lingvo_gpipe import linear, pipelining_layer, registry, synthetic, task
 
 
-def testThisMachineIsMeasuredAndPlansAreChecked(forks):
+class Net(task.BaseTask):
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4)
+    stack = pipelining_layer.PipeliningLayer.Params().Set(xla=False, sub=[layer, layer])
+    p.Define('stack', stack, 'Pipeline.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateChild('stack', self.params.stack)
+
+  def PipelineInputs(self, input_batch):
+    return (input_batch.inputs,)
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    loss = tf.reduce_mean((predictions - input_batch.targets) ** 2)
+    return {'loss': (loss, tf.reduce_sum(input_batch.example_weights))}, {}
+
+
+@registry.RegisterSingleTaskModel
+class Toy(registry.SingleTaskModelParams):
+  def Train(self):
+    return synthetic.SyntheticRegressionInput.Params().Set(batch_size=4, input_shape=[4])
+
+  def Task(self):
+    return Net.Params().Set(name='net')
+"""
+_DRIVER = f"""
+import sys
+sys.path.insert(0, {str(processes.ROOT)!r})
+from tools import plan
+plan.Run()
+"""
+_MEASURE = (
+  '--model=net.Toy', '--measure', '--measured_sizes=2', '--remat_policies=none',
+  '--schedules=gpipe',
+)  # fmt: skip
+
+
+@pytest.fixture
+def driver(tmp_path):
+  """Returns the path of the program in the folder of a project with a toy."""
+  (tmp_path / 'params').mkdir()
+  (tmp_path / 'params' / '__init__.py').touch()
+  (tmp_path / 'params' / 'net.py').write_text(_NET)
+  (tmp_path / 'driver.py').write_text(_DRIVER)
+  return tmp_path / 'driver.py'
+
+
+def testThisMachineIsMeasuredAndPlansAreChecked(forks, driver):
   done = forks.Run(
-    _PROGRAM, *_MODEL, *_MEASURE, '--num_devices=2', '--platform=cpu', '--check=1', '--repeats=1'
-  )
+    str(driver), *_MEASURE, '--num_devices=2', '--platform=cpu', '--check=1', '--repeats=1',
+    cwd=driver.parent,
+  )  # fmt: skip
   out = processes.Succeeded(done).stdout
   described = json.loads(out.splitlines()[0])
   assert described['num_devices'] == 2 and described['all_reduce'] == 'send'
@@ -85,10 +141,11 @@ def testThisMachineIsMeasuredAndPlansAreChecked(forks):
   assert all(re.fullmatch(r'[\d.,e+]+(s|ms|us)', cell) for cell in row[2:5]) and row[5][-1] == '%'
 
 
-def testWorkersAreMeasuredAndPlansAreChecked(forks):
+def testWorkersAreMeasuredAndPlansAreChecked(forks, driver):
   done = forks.Run(
-    _PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2', '--check=1', '--repeats=1'
-  )
+    str(driver), *_MEASURE, '--local_workers=2', '--num_stages=2', '--check=1', '--repeats=1',
+    cwd=driver.parent,
+  )  # fmt: skip
   lines = processes.Succeeded(done).stdout.splitlines()
   described = json.loads(lines[0])
   assert (described['num_devices'], described['devices_per_host']) == (2, 2)
@@ -103,8 +160,9 @@ def testWorkersAreMeasuredAndPlansAreChecked(forks):
   assert lines[-1].split()[:2] == ['1', '2'] and lines[-1][-1] == '%'
 
 
-def testAFailedWorkerIsReportedInOneLine(forks):
-  pid = forks.Start(_PROGRAM, *_MODEL, *_MEASURE, '--local_workers=2', '--num_stages=2')
+def testAFailedWorkerIsReportedInOneLine(forks, driver):
+  args = [*_MEASURE, '--local_workers=2', '--num_stages=2']
+  pid = forks.Start(str(driver), *args, cwd=driver.parent)
   forks.Await(' Devices: 2 CPU devices of 2 workers')
   workers = worker_processes.Children(pid)
   (first,) = [w for w in workers if '--task_index=0' in worker_processes.CommandLine(w)]

@@ -153,6 +153,7 @@ def MeasureUpdates(
       accumulators = list(map(weight_params.NewAccumulator, trained.values()))
       update = maker(device, trained, accumulators)
 
+      @tf.function(autograph=False)  # Traced once, though `_Loop` calls it twice.
       def Update(seeds: tf.Tensor) -> Any:
         with tf.control_dependencies([seeds]):
           return update()
