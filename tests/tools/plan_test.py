@@ -16,6 +16,7 @@ from lingvo_gpipe.core import params_text
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.learning import lr_schedules
 from tests import processes, worker_processes
+from tests.toys import projects
 from tools.planning import experiment, report
 
 _PROGRAM = str(processes.ROOT / 'tools' / 'plan.py')
@@ -69,61 +70,36 @@ def testTheCommandRunsAndTheTrainerPredictsTheSameMemory(forks, tmp_path):
 
 
 # Two layers of one kind: a measurement spends nearly all of its time on tracing each kind.
-_NET = """
-import tensorflow as tf
-
-from lingvo_gpipe import linear, pipelining_layer, registry, synthetic, task
-
-
-class Net(task.BaseTask):
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4)
-    stack = pipelining_layer.PipeliningLayer.Params().Set(xla=False, sub=[layer, layer])
-    p.Define('stack', stack, 'Pipeline.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateChild('stack', self.params.stack)
-
-  def PipelineInputs(self, input_batch):
-    return (input_batch.inputs,)
-
-  def ComputeLoss(self, theta, predictions, input_batch):
-    loss = tf.reduce_mean((predictions - input_batch.targets) ** 2)
-    return {'loss': (loss, tf.reduce_sum(input_batch.example_weights))}, {}
-
+_EXPERIMENT = f"""
+{worker_processes.EXPERIMENT}
 
 @registry.RegisterSingleTaskModel
-class Toy(registry.SingleTaskModelParams):
-  def Train(self):
-    return synthetic.SyntheticRegressionInput.Params().Set(batch_size=4, input_shape=[4])
-
+class Even(Toy):
   def Task(self):
-    return Net.Params().Set(name='net')
+    p = super().Task()
+    p.stack.Set(sub=[p.stack.sub[0]] * 2, splits=[], xla=False)
+    p.train.learner.optimizer = optimizer.SGD.Params()
+    return p
 """
 _DRIVER = f"""
 import sys
-sys.path.insert(0, {str(processes.ROOT)!r})
+sys.path.append({str(processes.ROOT)!r})
 from tools import plan
 plan.Run()
 """
 _MEASURE = (
-  '--model=net.Toy', '--measure', '--measured_sizes=2', '--remat_policies=none',
-  '--schedules=gpipe',
+  '--model=toy.Even', '--measure', '--measured_sizes=2', '--remat_policies=none',
+  '--schedules=gpipe', '--global_batch=4',
 )  # fmt: skip
 
 
-@pytest.fixture
-def driver(tmp_path):
-  """Returns the path of the program in the folder of a project with a toy."""
-  (tmp_path / 'params').mkdir()
-  (tmp_path / 'params' / '__init__.py').touch()
-  (tmp_path / 'params' / 'net.py').write_text(_NET)
-  (tmp_path / 'driver.py').write_text(_DRIVER)
-  return tmp_path / 'driver.py'
+@pytest.fixture(scope='module')
+def driver(tmp_path_factory):
+  """Returns a file that runs the program, in the folder of a project."""
+  project = projects.Write(tmp_path_factory.mktemp('project'), _EXPERIMENT)
+  (project / 'params' / '__init__.py').touch()  # Not to be hidden by this repository's.
+  (project / 'driver.py').write_text(_DRIVER)
+  return project / 'driver.py'
 
 
 def testThisMachineIsMeasuredAndPlansAreChecked(forks, driver):
