@@ -35,6 +35,7 @@ if sys.argv[1] == 'planted':
     chaos._CASE_SECONDS = 0.1
     chaos._ATTACKS['Hanging'] = Hanging
 run_attacks._LAST_STEP, run_attacks._HALF_STEP = 5, 2
+run_attacks._PARAMS += ';task.num_layers:1;task.stack.num_micro_batches:2'  # Faster to trace.
 program.Main(chaos.DefineFlags, chaos.Run, '')
 """
 

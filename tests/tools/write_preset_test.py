@@ -13,9 +13,9 @@ keras_hub = pytest.importorskip('keras_hub')
 _PROGRAM = str(processes.ROOT / 'tools' / 'write_preset.py')
 _MODEL = 'lm.keras_hub.ByteGPT2'
 _OVERRIDES = (
-  "task.backbone:{'num_layers': 2, 'num_heads': 2, 'hidden_dim': 16, 'intermediate_dim': 32, "
+  "task.backbone:{'num_layers': 1, 'num_heads': 2, 'hidden_dim': 16, 'intermediate_dim': 32, "
   "'max_sequence_length': 16};input.batch_size:4;input.seq_len:16;input.max_bytes:4096;"
-  'task.train.eval_datasets:[]'
+  'task.train.eval_datasets:[];task.stack.num_micro_batches:2'
 )
 
 
