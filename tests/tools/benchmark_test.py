@@ -101,7 +101,7 @@ def measure(capsys, monkeypatch):
 
 def testKerasAndItsPipelinesAreAWorkload(measure):
   pytest.importorskip('keras_hub')
-  sizes = {'layers': 2, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 2}
+  sizes = {'layers': 1, 'dim': 8, 'batch': 4, 'time': 4, 'vocab': 11, 'heads': 2}
   grid = configuration.Grid(
     workloads=['c'], sizes=[f'c.{name}={value}' for name, value in sizes.items()],
     num_stages=[1, 2], num_micro_batches=[2], schedules=['1f1b_fused'], remat_policies=['stage'],
