@@ -44,16 +44,17 @@ class ByteGPT2(stdlib.ByteTransformer):
     return p
 
   def Smoke(self) -> dict[str, object]:
-    """Two narrow layers and short sequences."""
+    """One narrow layer and short sequences."""
     return {
       'task.backbone': {
-        'num_layers': 2,
+        'num_layers': 1,
         'num_heads': 2,
         'hidden_dim': 16,
         'intermediate_dim': 32,
         'max_sequence_length': 16,
       },
       'input.batch_size': 4,
+      'task.stack.num_micro_batches': 2,
       'input.seq_len': 16,
       'input.max_bytes': 4096,
     }

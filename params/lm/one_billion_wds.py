@@ -98,7 +98,7 @@ class Transformer(registry.SingleTaskModelParams):
     return p
 
   def Smoke(self) -> dict[str, object]:
-    """Two narrow layers on short rows of random tokens, in one stage."""
+    """One narrow layer on short rows of random tokens, in one stage."""
     return {
       'input.num_fake_examples': 16,
       'input.vocab_size': 64,
@@ -108,7 +108,7 @@ class Transformer(registry.SingleTaskModelParams):
       'task.model_dim': 16,
       'task.hidden_dim': 32,
       'task.num_heads': 2,
-      'task.num_layers': 2,
+      'task.num_layers': 1,
       'task.stack.num_stages': 1,
       'task.stack.num_micro_batches': 2,
       'task.stack.xla': False,

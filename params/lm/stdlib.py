@@ -69,12 +69,12 @@ class ByteTransformer(registry.SingleTaskModelParams):
     return p
 
   def Smoke(self) -> dict[str, object]:
-    """Two narrow layers and short sequences."""
+    """One narrow layer and short sequences."""
     return {
       'task.model_dim': 16,
       'task.hidden_dim': 32,
       'task.num_heads': 2,
-      'task.num_layers': 2,
+      'task.num_layers': 1,
       'input.batch_size': 4,
       'input.seq_len': 16,
       'input.max_bytes': 4096,
