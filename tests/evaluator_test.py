@@ -21,22 +21,31 @@ def _Args(logdir, *more):
   return [f'--model={processes.MODEL}', f'--logdir={logdir}', override, *more]
 
 
+# A trainer whose standard output accepts ASCII only.
+_ASCII = """
+import sys
+from lingvo_gpipe import trainer
+sys.stdout.reconfigure(encoding='ascii')
+trainer.Run()
+"""
+
+
 @pytest.fixture(scope='module')
-def followed(tmp_path_factory):
+def followed(forks, tmp_path_factory):
   """An evaluator that follows a trainer: (log directory, its output, the trainer's output).
 
   The trainer's standard output accepts ASCII only, but its sample has other characters.
   """
   logdir = tmp_path_factory.mktemp('followed')
+  program = tmp_path_factory.mktemp('program') / 'ascii.py'
+  program.write_text(_ASCII)
   more = 'task.train.save_interval_steps:10'
   # The evaluator starts first, and waits for a checkpoint.
   with processes.Started('evaluator', *_Args(logdir, f'--max_steps={END}')) as evaluator:
-    trained = processes.Run(
-      'trainer',
-      *processes.TrainArgs(logdir, END, more=more, evaluate=['Test']),
-      more_environment={'PYTHONIOENCODING': 'ascii'},
+    args = processes.TrainArgs(logdir, END, more=more, evaluate=['Test'])
+    trained = processes.Succeeded(
+      forks.Run(str(program), *args, more_environment=processes.OPTIMIZED)
     )
-    processes.Succeeded(trained)
     output = evaluator.communicate(timeout=processes.TIMEOUT)[0]
     assert evaluator.returncode == 0
   return logdir, output, trained.stdout

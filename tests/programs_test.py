@@ -21,6 +21,7 @@ from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline.cutting import layer_profile
 from lingvo_gpipe.training import inspection, train_program
 from tests import processes
+from tests.toys import training
 
 
 def _ModelParams(dataset='Train', more=''):
@@ -162,24 +163,23 @@ def testTheDescriptionOfAnotherModelsRunStays(tmp_path):
 
 
 def testTheEndOfTheDataEndsTheRunAndSaves(tmp_path, capsys):
-  # 500 bytes are 32 examples of 16 bytes, the last one partial: 8 batches of 4.
-  params = _ModelParams(more='input.num_epochs:1;input.max_bytes:500;task.train.max_steps:100')
-  assert _Program(tmp_path, params).Run() == 0
+  # Batches of 4, the last one partial.
+  params = training.Params('input.num_epochs:1;input.num_examples:30', max_steps=100)
+  training.Train(tmp_path, params)
   message = 'stopped by the end of the data after step 8; the checkpoint is saved\n'
   assert message in capsys.readouterr().out
   assert processes.Steps(tmp_path) == [8]
   lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
   assert [line['step'] for line in lines if line['split'] == 'train'][-1] == 8
-  assert _Program(tmp_path, params).Run() == 0
+  training.Train(tmp_path, params)
   assert message in capsys.readouterr().out
   assert processes.Steps(tmp_path) == [8]
 
 
 def testASignalInTheLastStepSkipsTheEvaluation(tmp_path, capsys, monkeypatch):
-  params = _ModelParams(more='task.train.max_steps:1')
-  params.task.train.eval_datasets = ['Test']
   stop = stop_request.StopRequest()
-  program = _Program(tmp_path, params, stop)
+  params = training.Params(max_steps=1, eval_datasets=['Test'])
+  program = training.Program(tmp_path, params, stop)
   save = checkpointer.Checkpointer.Save
 
   def SignalDuringSave(self, *args, **kwargs):
@@ -277,24 +277,21 @@ def testASampleCannotControlTheTerminal(tmp_path, capsys):
 
 
 def testTheEvaluatorTakesANewerCheckpointIfItsCheckpointIsRemoved(tmp_path, monkeypatch):
-  params = _ModelParams(more='task.train.max_steps:1;task.train.save_max_to_keep:1')
-  assert _Program(tmp_path, params).Run() == 0
-  params.task.train.max_steps = 2
-  program = eval_program.EvalProgram(
-    _ModelParams('Test'), str(tmp_path), cluster.Cluster.Create(2, platform='cpu'), 'Test',
-    stop_request.StopRequest(),
-  )  # fmt: skip
+  training.Train(tmp_path, training.Params(max_steps=1, save_max_to_keep=1))
+  params = training.Params(max_steps=2, save_max_to_keep=1)
+  program = training.Evaluator(tmp_path, params)
   latest = checkpointer.Checkpointer.Latest
 
   def ThenTrainOn(self):
     latest_checkpoint = latest(self)
     monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', latest)  # Once is enough.
-    assert _Program(tmp_path, params).Run() == 0
+    training.Train(tmp_path, params)
     return latest_checkpoint
 
   monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', ThenTrainOn)
   assert program.Run(once=True) == 0
-  assert os.path.exists(tmp_path / 'eval_test' / 'score-00000002.txt')
+  scores = [path.name for path in (tmp_path / 'eval_test').glob('score-*')]
+  assert scores == ['score-00000002.txt']
 
 
 if __name__ == '__main__':

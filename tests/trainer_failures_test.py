@@ -22,6 +22,7 @@ from tests.toys import projects
 END = 300
 
 _EXPERIMENT = """
+import os
 import time
 
 import tensorflow as tf
@@ -55,12 +56,13 @@ class SlowToTrace(Wide):
   @classmethod
   def Params(cls):
     p = super().Params()
-    p.Define('seconds', 1.0, 'How long.')
+    p.Define('until', '', 'A file: tracing takes until it exists.')
     return p
 
   def ComputeLoss(self, theta, predictions, batch):
     print('tracing', flush=True)
-    time.sleep(self.params.seconds)
+    while not os.path.exists(self.params.until):
+      time.sleep(0.01)
     return super().ComputeLoss(theta, predictions, batch)
 
 
@@ -422,9 +424,12 @@ def testAnErrorInTheDataOfAnEvaluationIsReported(trainer, tmp_path, program):
 
 
 def testASignalWhileTheFirstStepIsTracedSavesThatStep(trainer, forks, tmp_path):
-  pid = trainer('Tracing', tmp_path, 10**6, run=forks.Start)
+  until = tmp_path / 'until'
+  pid = trainer('Tracing', tmp_path, 10**6, f'task.until:{until}', run=forks.Start)
   forks.Await('tracing')
   os.kill(pid, signal.SIGTERM)
+  forks.Await('SIGTERM: finishing')
+  until.touch()
   done = forks.Wait()
   assert done.returncode == 128 + signal.SIGTERM
   assert 'stopped by SIGTERM after step 1; ' in done.stdout
@@ -435,7 +440,7 @@ def testASignalWhileTheFirstStepIsTracedSavesThatStep(trainer, forks, tmp_path):
 
 # The moment of the signal, and the steps saved after it.
 _BUSY = {
-  'tracing': (('Tracing', 'task.seconds:60'), 'tracing', []),
+  'tracing': (('Tracing', 'task.until:never'), 'tracing', []),
   'saving': (('SlowDisk',), 'waiting', [1, 2]),
   'evaluating': (
     ('Toy', "task.train.eval_datasets:['Slow'];task.train.eval_interval_steps:2",

@@ -9,6 +9,7 @@ import re
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -28,7 +29,7 @@ AVERAGES = 'task.train.ema_decay:0.9'
 
 
 @pytest.fixture(scope='module')
-def undisturbed(tmp_path_factory):
+def undisturbed(forks, tmp_path_factory):
   """Returns (log directory, printed output) of a run of END steps.
 
   It evaluates and decodes in between; the runs compared with it do not.
@@ -38,7 +39,7 @@ def undisturbed(tmp_path_factory):
   more += f';task.train.eval_interval_steps:{END // 2};task.train.decode_interval_steps:{END // 2}'
   more += ";task.train.decode_datasets:['Dev'];task.eval.decoder_samples_per_summary:4"
   args = processes.TrainArgs(logdir, END, more=more, evaluate=['Test'])
-  done = processes.Run('trainer', *args, '--job=train_and_eval')
+  done = forks.Run('trainer', *args, '--job=train_and_eval')
   return logdir, processes.Succeeded(done)
 
 
@@ -142,7 +143,7 @@ def testASecondCallResumesAndEqualsOneRun(undisturbed, forks, tmp_path):
 
   def Train(max_steps):
     args = processes.TrainArgs(tmp_path, max_steps, more=AVERAGES)
-    return forks.Run('trainer', *args, more_environment=processes.OPTIMIZED)
+    return forks.Run('trainer', *args)
 
   first = Train(PART)
   assert 'starting a new run' in processes.Succeeded(first).stdout
@@ -278,28 +279,29 @@ def testModesThatInspectARun(undisturbed, forks, tmp_path):
   assert processes.Messages(exported.stderr + inspected.stderr + other.stderr) == []
 
 
-def testOnTerminalOneLineIsUpdated(project, forks, tmp_path):
-  """Also with one device too many: --num_devices=3 for two stages."""
+def testOnTerminalOneLineIsUpdated(project, tmp_path):
+  """The installed program, and one device too many: --num_devices=3 for two stages."""
   ours, theirs = pty.openpty()
   args = [*_ToyArgs(tmp_path, PART), '--num_devices=3']
   output = b''
-  forks.Start('trainer', *args, stdout=os.ttyname(theirs), cwd=project)
-  deadline = time.monotonic() + processes.TIMEOUT
-  while time.monotonic() < deadline:
-    if not select.select([ours], [], [], 1.0)[0]:
-      continue
-    if theirs:  # The trainer has opened it.
-      os.close(theirs)
-      theirs = 0
-    try:
-      read = os.read(ours, 1 << 16)
-    except OSError:  # On Linux this means that the other side was closed.
-      break
-    if not read:
-      break
-    output += read
-  done = forks.Wait()
-  assert done.returncode == 0, done.stderr
+  with processes.Started(
+    'trainer', *args, stdout=theirs, stderr=subprocess.PIPE, cwd=project
+  ) as process:
+    os.close(theirs)
+    deadline = time.monotonic() + processes.TIMEOUT
+    while time.monotonic() < deadline:
+      if not select.select([ours], [], [], 1.0)[0]:
+        continue
+      try:
+        read = os.read(ours, 1 << 16)
+      except OSError:  # On Linux this means that the other side was closed.
+        break
+      if not read:
+        break
+      output += read
+    _, stderr = process.communicate(timeout=processes.TIMEOUT)
+  assert process.returncode == 0, stderr
+  assert processes.Messages(stderr) == []
   os.close(ours)
   text = output.decode()
   assert '3 logical CPU devices' in text and 'device:CPU:1' in text and 'device:CPU:2' not in text

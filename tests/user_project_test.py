@@ -297,7 +297,7 @@ def testASecondSignalEndsTheTrainerAtOnceWhateverTheStepDoes(project, forks):
   pid = forks.Start('trainer', '--model=mine.Slow', '--logdir=slow', cwd=project)
   forks.Await('waiting\n')
   for number in (signal.SIGTERM, signal.SIGINT):
-    time.sleep(0.5)
+    time.sleep(0.2)
     os.kill(pid, number)  # It has not ended before.
   done = forks.Wait()
   assert done.returncode == 128 + signal.SIGINT, done.stderr

@@ -142,6 +142,11 @@ def Children(pid):
   return [i for i in ids if (state := _State(i)) and state[1] == pid and state[0] != 'Z']
 
 
+def IsStopped(pid):
+  """Whether a signal such as SIGSTOP has stopped a process."""
+  return (_State(pid) or 'Z')[0] == 'T'
+
+
 def CommandLine(pid):
   return pathlib.Path(f'/proc/{pid}/cmdline').read_text()
 

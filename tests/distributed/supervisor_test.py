@@ -16,6 +16,8 @@ from lingvo_gpipe.distributed import supervisor
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _SECONDS = 60
+# The time limit of a step.
+_STEP_SECONDS = 0.4
 
 # `Train` runs in a child; the file `children` holds the index of the child.
 _PROGRAM = """
@@ -23,7 +25,7 @@ import json, os, pathlib, signal, sys, time
 from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.distributed import supervisor
 here = pathlib.Path(sys.argv[1])
-supervisor._END_SECONDS, supervisor._PAUSE_SECONDS = 0.2, 0.01
+supervisor._END_SECONDS, supervisor._PAUSE_SECONDS, supervisor._POLL_SECONDS = 0.2, 0.01, 0.1
 supervisor._MIN_SECONDS, supervisor._MIN_TIMES = 0.5, 1
 supervisor._MIN_STORE_SECONDS = 0.5
 def Next(name):
@@ -49,12 +51,13 @@ class Workers:
   def Close(self):
     Next('closed')
 work = supervisor.Work('training', 'a new checkpoint', Last)
-sys.exit(supervisor.Supervisor(Train, work, Workers, step_timeout=1.0, record=Record).Run())
+supervised = supervisor.Supervisor(Train, work, Workers, {step_seconds}, Record)
+sys.exit(supervised.Run())
 """
 
 
-def _Start(directory, train, last='-1', workers='pass'):
-  program = _PROGRAM.format(train=train, last=last, workers=workers)
+def _Start(directory, train, last='-1', workers='pass', step_seconds=_STEP_SECONDS):
+  program = _PROGRAM.format(train=train, last=last, workers=workers, step_seconds=step_seconds)
   return subprocess.Popen(
     [sys.executable, '-c', program, directory],
     env={**os.environ, 'PYTHONPATH': str(_ROOT), 'PYTHONUNBUFFERED': ''},
@@ -62,9 +65,9 @@ def _Start(directory, train, last='-1', workers='pass'):
   )  # fmt: skip
 
 
-def _Run(directory, train, last='-1'):
+def _Run(directory, train, last='-1', step_seconds=_STEP_SECONDS):
   """Returns (exit status, stderr, number of children)."""
-  process = _Start(directory, train, last)
+  process = _Start(directory, train, last, step_seconds=step_seconds)
   try:
     _, stderr = process.communicate(timeout=_SECONDS)
   finally:
@@ -91,23 +94,7 @@ _FAIL = 'os._exit(supervisor.WORKER_FAILED)'
       'return 0 if child == 1 else (heartbeat.Begin(b"t"), time.sleep(100))',
       '-1',
       (0, 2),
-      'no step was done within 1.0 s: a worker may hang',
-    ),
-    (
-      """
-  if child == 1:
-    return 0
-  for _ in range(10):
-    heartbeat.Begin(b'w')
-    time.sleep(0.02)
-    heartbeat.Step(b'w')
-  heartbeat.Begin(b'w')
-  while True:
-    heartbeat.Begin(b't')
-    heartbeat.Step(b't')""",
-      '-1',
-      (0, 2),
-      'no checkpoint was written within 0.5 s: a worker may hang',
+      f'no step was done within {_STEP_SECONDS} s: a worker may hang',
     ),
     # A local worker was killed while the child connected to it, so TensorFlow waits.
     (
@@ -117,13 +104,13 @@ _FAIL = 'os._exit(supervisor.WORKER_FAILED)'
       'a local worker ended; resuming training from the beginning',
     ),
     (
-      'heartbeat.Begin(b"t"); heartbeat.SuspendTimeout(); time.sleep(1.4); return 0',
+      'heartbeat.Begin(b"t"); heartbeat.SuspendTimeout(); time.sleep(0.6); return 0',
       '-1',
       (0, 1),
       '',
     ),
     # Data may be read between two steps.
-    ('heartbeat.Begin(b"t"); heartbeat.Step(b"t"); time.sleep(1.4); return 0', '-1', (0, 1), ''),
+    ('heartbeat.Begin(b"t"); heartbeat.Step(b"t"); time.sleep(0.6); return 0', '-1', (0, 1), ''),
     # The child has reported its status, but its exit hangs.
     ('heartbeat.End(4); time.sleep(100)', '-1', (4, 1), ''),
     # The child crashes after it reported its status.
@@ -135,6 +122,23 @@ def testAChildIsReplacedIfAWorkerFailed(tmp_path, train, last, expected, message
   assert (status, children) == expected, stderr
   assert message in stderr
   assert message or not stderr
+
+
+def testAChildWhoseWriteHangsIsReplaced(tmp_path):
+  train = """
+  if child == 1:
+    return 0
+  for _ in range(10):
+    heartbeat.Begin(b'w')
+    time.sleep(0.02)
+    heartbeat.Step(b'w')
+  heartbeat.Begin(b'w')
+  while True:
+    heartbeat.Begin(b't')
+    heartbeat.Step(b't')"""
+  status, stderr, children = _Run(tmp_path, train, step_seconds=10.0)
+  assert (status, children) == (0, 2), stderr
+  assert 'no checkpoint was written within 0.5 s: a worker may hang' in stderr
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,13 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
 from lingvo_gpipe.checkpoint import checkpoint_info, logdir_lock
-from tests import processes
+from tests import processes, worker_processes
 from tests.toys import projects
 
 KILLS = {'Toy': 6, 'Stream': 3}
@@ -150,11 +149,11 @@ def testARunKilledRepeatedlyEqualsAnUndisturbedOne(project, forks, tmp_path, mod
 # The trainer with a short lease. If a file `stop` exists it stops between two of its saves and
 # beats, and removes the file.
 _WITH_LEASE = """
-import os, signal
+import os, pathlib, signal
 from lingvo_gpipe import trainer
 from lingvo_gpipe.checkpoint import background_saver, logdir_lock
 
-logdir_lock.BEAT_SECONDS, logdir_lock.LIFETIME_SECONDS, logdir_lock.SETTLE_SECONDS = 0.1, 5.0, 0.1
+logdir_lock.BEAT_SECONDS, logdir_lock.LIFETIME_SECONDS, logdir_lock.SETTLE_SECONDS = 0.1, 3.0, 0.1
 save = background_saver.BackgroundSaver.Save
 
 def Save(self, *args, **options):
@@ -166,7 +165,11 @@ def Save(self, *args, **options):
   return saved
 
 background_saver.BackgroundSaver.Save = Save
-trainer.Run()
+try:
+  trainer.Run()
+except SystemExit as e:
+  pathlib.Path(f'{os.getpid()}.status').write_text(str(e.code))
+  raise
 """
 
 
@@ -181,27 +184,29 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
   def AwaitNewCommit():
     _AwaitNewCommit(directory, _Commits(directory)[-1:])
 
-  with processes.Started(
-    '', *Args(10**6), cwd=project, stderr=subprocess.PIPE, command=[sys.executable, driver]
-  ) as first:
-    AwaitNewCommit()
-    refused = forks.Run(str(driver), *Args(10**6), cwd=project)
-    assert refused.returncode == 2
-    (line,) = processes.Messages(refused.stderr)
-    assert f"'file://{directory}' is in use by another trainer (process {first.pid} " in line
-    AwaitNewCommit()
+  def Start():
+    return forks.Start(str(driver), *Args(10**6), cwd=project, is_waited_for=False)
 
-    stop.touch()
-    assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])
-    second = forks.Start(str(driver), *Args(10**6), cwd=project, is_waited_for=False)
-    AwaitNewCommit()
-    first.send_signal(signal.SIGCONT)
-    _, stderr = first.communicate(timeout=processes.TIMEOUT)
-    assert first.returncode == 2
-    last = processes.Messages(stderr)[-1]
-    assert f"lost its directory 'file://{directory}': process {second} " in last
-    # The other trainer continues, its checkpoints are complete, and its end blocks no other.
-    AwaitNewCommit()
+  first = Start()
+  stderr = forks._outputs['stderr']
+  AwaitNewCommit()
+  refused = forks.Run(str(driver), *Args(10**6), cwd=project)
+  assert refused.returncode == 2
+  (line,) = processes.Messages(refused.stderr)
+  assert f"'file://{directory}' is in use by another trainer (process {first} " in line
+  AwaitNewCommit()
+
+  stop.touch()
+  worker_processes.Await('stop', lambda: worker_processes.IsStopped(first))
+  second = Start()
+  AwaitNewCommit()
+  os.kill(first, signal.SIGCONT)
+  worker_processes.AwaitEnd([first])
+  assert (project / f'{first}.status').read_text() == '2'
+  last = processes.Messages(stderr.read_text())[-1]
+  assert f"lost its directory 'file://{directory}': process {second} " in last
+  # The other trainer continues, its checkpoints are complete, and its end blocks no other.
+  AwaitNewCommit()
   os.kill(second, signal.SIGKILL)
   step = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
   third = processes.Succeeded(forks.Run(str(driver), *Args(step + 5), cwd=project))
