@@ -100,7 +100,7 @@ def testDecodeWritesHypothesesAndReferences(followed, forks):
   lines = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
   assert [sorted(line) for line in lines] == [['continuation', 'prompt', 'reference']] * 6
   # Windows of 16 bytes in text order, half of each a prompt; the first byte is context.
-  params = registry.GetParams(processes.MODEL, 'Dev').input.Set(max_bytes=20000)
+  params = registry.GetParams(processes.MODEL, 'Dev').input.Set(max_bytes=5000)
   text = params.Instantiate().Text()[: 6 * 16].tobytes().decode('ascii')
   assert ''.join(line['prompt'][1:] + line['reference'] for line in lines) == text
   assert all(line['continuation'] for line in lines)

@@ -29,7 +29,7 @@ MODEL = 'lm.stdlib.ByteTransformerGPipe2'
 TINY = (
   'task.num_layers:1;task.model_dim:16;task.hidden_dim:32;task.num_heads:2;task.stack.xla:False;'
   'task.stack.num_micro_batches:2;'
-  'input.max_bytes:20000;input.batch_size:4;input.seq_len:16'
+  'input.max_bytes:5000;input.batch_size:4;input.seq_len:16'
 )
 TIMEOUT = 120
 # Environment with which a program of `Forks` traces and computes as in a process of its own.

@@ -147,7 +147,7 @@ def testALostLinkOrHostDoesNotChangeTheResult(forks, hosts, project, tmp_path, i
     for host in (1, 2, 3):
       run.StartWorker(host)
     args = processes.ToyArgs(logdir, 10**6, _STAGES)
-    stderr = run.Start(0, *args, f'--step_timeout={60 if is_shared else 5}')
+    stderr = run.Start(0, *args, f'--step_timeout={60 if is_shared else 3}')
     worker_processes.AwaitCheckpoint(logdir)
     hosts.SetLink(2, is_up=False)
     if is_shared:

@@ -118,8 +118,8 @@ class StoppedAtTheStart(Toy):
   def Task(self):
     # The file `worker` names the worker's process, which hangs as soon as the first training
     # process is connected to it.
-    supervised._SILENCE_SECONDS = worker_watch._PAUSE_SECONDS = 1.0
-    worker_connection._ASK_SECONDS = 2.0
+    supervised._SILENCE_SECONDS, worker_watch._PAUSE_SECONDS = 1.0, 0.2
+    worker_connection._ASK_SECONDS = 1.5
     connect = worker_connection.Connect
 
     def Connect(*args):
