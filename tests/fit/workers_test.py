@@ -43,8 +43,8 @@ class Case(NamedTuple):
     return 12 * self.width**2 * 4 / 2**20
 
 
-LORA = Case(num_layers=4, width=1024, rows=4, length=8, num_micro_batches=2, rank=4, budget=250)
-FULL = Case(num_layers=2, width=128, rows=128, length=64, num_micro_batches=4, rank=0, budget=200)
+LORA = Case(num_layers=4, width=1024, rows=4, length=8, num_micro_batches=1, rank=4, budget=250)
+FULL = Case(num_layers=2, width=128, rows=128, length=64, num_micro_batches=2, rank=0, budget=200)
 
 PROGRAM = """
 import json, os, pathlib, re, resource, sys
