@@ -440,7 +440,7 @@ def testAnEvaluatorLogsTheCheckpointFromWhichItResumes(monkeypatch, once, checkp
 def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims, args, way):
   """Kills either worker, which is restarted at once, or the training process.
 
-  The result is that of one process, with as many replicas.
+  The weights equal the weights after an undisturbed run in one process, with as many replicas.
   """
   rng = random.Random(5)
   logdir, ports = tmp_path / 'killed', worker_processes.FreePorts(2)
