@@ -17,7 +17,7 @@ from lingvo_gpipe.distributed import supervisor
 _ROOT = pathlib.Path(__file__).parents[2]
 _SECONDS = 60
 # The time limit of a step.
-_STEP_SECONDS = 0.4
+_STEP_SECONDS = 1.0
 
 # `Train` runs in a child; the file `children` holds the index of the child.
 _PROGRAM = """
@@ -104,13 +104,13 @@ _FAIL = 'os._exit(supervisor.WORKER_FAILED)'
       'a local worker ended; resuming training from the beginning',
     ),
     (
-      'heartbeat.Begin(b"t"); heartbeat.SuspendTimeout(); time.sleep(0.6); return 0',
+      'heartbeat.Begin(b"t"); heartbeat.SuspendTimeout(); time.sleep(1.4); return 0',
       '-1',
       (0, 1),
       '',
     ),
     # Data may be read between two steps.
-    ('heartbeat.Begin(b"t"); heartbeat.Step(b"t"); time.sleep(0.6); return 0', '-1', (0, 1), ''),
+    ('heartbeat.Begin(b"t"); heartbeat.Step(b"t"); time.sleep(1.4); return 0', '-1', (0, 1), ''),
     # The child has reported its status, but its exit hangs.
     ('heartbeat.End(4); time.sleep(100)', '-1', (4, 1), ''),
     # The child crashes after it reported its status.
