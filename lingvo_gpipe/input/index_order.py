@@ -66,14 +66,16 @@ def ShuffledIndices(positions: tf.Tensor, num_examples: int, random_seed: int) -
   """
   epochs = positions // num_examples
   offsets = tf.math.floormod(positions, num_examples)
-  words = _KEY_WORDS + 1
-  hashes = [TensorHash64(random_seed, epochs * words + word) for word in range(words)]
-  keys = tf.stack([tf.cast(h, tf.uint32) for h in hashes[:_KEY_WORDS]], axis=-1)
+  firsts = epochs * (_KEY_WORDS + 1)
+  # One call for all words of the key: operations, not sizes, decide how long tracing takes.
+  words = tf.expand_dims(firsts, -1) + tf.range(_KEY_WORDS, dtype=tf.int64)
+  keys = tf.cast(TensorHash64(random_seed, words), tf.uint32)
   if not _IsNotPermutation(num_examples - 1):
     return _Shuffle(offsets, keys, num_examples)
   # Shuffle all indices but the last one, after a rotation by a random amount that moves the
   # position of the last one.
-  rotation = tf.cast(tf.math.floormod(hashes[-1], _Uint64(num_examples)), tf.int64)
+  amounts = TensorHash64(random_seed, firsts + _KEY_WORDS)
+  rotation = tf.cast(tf.math.floormod(amounts, _Uint64(num_examples)), tf.int64)
   rotated = tf.math.floormod(offsets + rotation, num_examples)
   last = num_examples - 1
   shuffled = _Shuffle(tf.minimum(rotated, last - 1), keys, num_examples - 1)
