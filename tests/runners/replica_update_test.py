@@ -57,7 +57,7 @@ def _Train(run, num=3, seed=0):
 def _OneReplica():
   run = _Runner(1)
   losses = _Train(run)
-  return losses, _Values(run), run.Evaluate(_Batches(2, 1))
+  return run, losses, _Values(run), run.Evaluate(_Batches(2, 1))
 
 
 def _CheckClose(actual, expected):
@@ -76,7 +76,10 @@ def _CheckReplicasAgree(run):
 
 @pytest.fixture(scope='module', params=_WAYS)
 def two_replicas(request, tmp_path_factory):
-  """(runner after the steps of `_OneReplica`, its losses, the graphs of the first step)."""
+  """(runner after the steps of `_OneReplica`, its losses, the graphs of the first step).
+
+  The last tests train the runner further, since each other runner would be traced again.
+  """
   run, losses = _Runner(2, **request.param), []
   first, *later_batches = _Batches(3)
   graphs = graph_reader.ExecutedGraphs(
@@ -87,7 +90,7 @@ def two_replicas(request, tmp_path_factory):
 
 
 def testTrainsAsOnePipeline(two_replicas):
-  losses, values, evaluated = _OneReplica()
+  _, losses, values, evaluated = _OneReplica()
   run, actual, _ = two_replicas
   np.testing.assert_allclose(actual, losses, rtol=1e-9)
   _CheckClose(_Values(run), values)
@@ -164,39 +167,40 @@ def _AllLearners(run):
   return [run.learner, *run._replicas._others]
 
 
-@pytest.mark.parametrize('before, after', [((2, False), (1, False)), ((1, False), (2, True))])
-def testACheckpointFitsAnyNumberOfReplicas(tmp_path, before, after):
-  def Make(num_replicas, sharded):
-    return _Runner(num_replicas, shard_optimizer_slots=sharded)
+def testACheckpointFitsAnyNumberOfReplicas(two_replicas, tmp_path, request):
+  """From one replica to two and back; also into a runner that has not trained."""
+  one, two = _OneReplica()[0], two_replicas[0]
+  way = request.node.callspec.params['two_replicas']
+  for run, other, fresh in ((one, two, _Runner(2, **way)), (two, one, _Runner(1))):
+    saved = checkpointer.Checkpointer(str(tmp_path / str(len(run.engine.replicas))))
+    step = int(run.Variables()['global_step'])
+    saved.Save(step, run.Variables(), {})
+    expected = _Values(run)
+    losses = _Train(run, 2, seed=5)
+    # After these steps, which one of the runners has not made, all of their values differ.
+    _Train(other, 1, seed=7)
+    for target in (other, fresh):
+      assert saved.RestoreLatest(target.Variables()) is not None
+      target.AfterRestore()
+      for name, value in _Values(target).items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+      if target.engine.replicas[1:]:
+        _CheckReplicasAgree(target)
+    np.testing.assert_allclose(_Train(other, 2, seed=5), losses, rtol=1e-9)
+    _CheckClose(_Values(other), _Values(run))
+    if other is two:
+      _CheckReplicasAgree(two)
 
-  saved = checkpointer.Checkpointer(str(tmp_path))
-  run = Make(*before)
-  _Train(run)
-  saved.Save(3, run.Variables(), {})
-  expected = _Values(run)
-  losses = _Train(run, 2, seed=5)
 
-  other = Make(*after)
-  assert saved.RestoreLatest(other.Variables()) is not None
-  other.AfterRestore()
-  for name, value in _Values(other).items():
-    np.testing.assert_array_equal(value, expected[name], err_msg=name)
-  np.testing.assert_allclose(_Train(other, 2, seed=5), losses, rtol=1e-9)
-  _CheckClose(_Values(other), _Values(run))
-  if after[0] > 1:
-    _CheckReplicasAgree(other)
-
-
-def testAStepThatIsNotFiniteChangesNoReplica():
-  run = _Runner(2)
-  _Train(run, 1)
-  before = _Values(run)
+def testAStepThatIsNotFiniteChangesNoReplica(two_replicas):
+  run = two_replicas[0]
+  num_skipped, before = run.NumSkippedSteps(), _Values(run)
   (batch,) = _Batches(1)
   bad = np.array(batch.x)
   bad[-1] = np.inf  # In the second replica's share.
   values = run.TrainStep(nested_map.NestedMap(batch, x=tf.constant(bad)))
   assert not values['is_finite']
-  assert run.NumSkippedSteps() == 1
+  assert run.NumSkippedSteps() == num_skipped + 1
   after = _Values(run)
   del before['global_step'], after['global_step']
   for name, value in before.items():
