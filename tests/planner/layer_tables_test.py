@@ -43,10 +43,10 @@ def _Update(device, trained, accumulators):
   return lambda: tf.add_n([tf.reduce_sum(a) for a in accumulators])
 
 
-def _Collect(**measuring):
+def _Collect(sizes, **measuring):
   options = layer_tables.Measuring(**{'devices': [''], 'update': _Update, **measuring})
   return layer_tables.Collect(
-    _Layers(), _Specs, [2, 4], layer_costs.Weights(), _LOSS, xla=False, measuring=options
+    _Layers(), _Specs, sizes, layer_costs.Weights(), _LOSS, xla=False, measuring=options
   )
 
 
@@ -65,13 +65,13 @@ def testTheLossIsMeasuredWithTheLastLayer(monkeypatch):
     return (10.0 * rows, 20.0 * rows) if is_loss else (1.0, 2.0)
 
   monkeypatch.setattr(layer_profile, '_MeasureCopy', Copy)
-  costs = _Collect()
+  costs = _Collect([2, 4])
   for size, row in costs.samples.items():
     assert [s.seconds for s in row] == [(1, 2), (1, 2), (1 + 10 * size, 2 + 20 * size)]
 
 
 def testTheLossRunsAsInAStage():
-  costs = _Collect()
+  costs = _Collect([2])
   for row in costs.samples.values():
     assert all(forward > 0 and backward >= 0 for forward, backward in (s.seconds for s in row))
   assert all(w.update_seconds >= 0 for w in costs.weights)
