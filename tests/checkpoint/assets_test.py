@@ -6,13 +6,8 @@ import sys
 import pytest
 
 from lingvo_gpipe.checkpoint import assets
-from lingvo_gpipe.core import params_text
-from lingvo_gpipe.distributed import cluster, stop_request
-from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.input import synthetic
-from lingvo_gpipe.training import train_program
-from tasks.lm import stdlib_input
-from tests import naming, processes
+from tests import naming
 from tests.toys import training
 
 
@@ -57,17 +52,12 @@ def testARunIsEvaluatedWithTheFileItWasTrainedWith(tmp_path, monkeypatch):
 
 def testARunResumesOnlyWithTheFileItWasTrainedWith(tmp_path, monkeypatch):
   vocabulary = tmp_path / 'v.model'
-  monkeypatch.setattr(stdlib_input.StdlibInput, 'Assets', lambda self: [str(vocabulary)])
+  monkeypatch.setattr(synthetic.SyntheticRegressionInput, 'Assets', lambda self: [str(vocabulary)])
   run = tmp_path / 'run'
   copied = run / 'assets' / 'v.model'
 
   def Train(max_steps):
-    params = registry.GetParams(processes.MODEL, 'Train')
-    params.ApplyOverrides(params_text.ParseOverrides(processes.TINY))
-    params.task.train.Set(max_steps=max_steps, eval_datasets=[])
-    train_program.TrainProgram(
-      params, str(run), cluster.Cluster.Create(2, platform='cpu'), None, stop_request.StopRequest()
-    ).Run()
+    training.Train(run, training.Params(max_steps=max_steps))
     return copied.read_text()
 
   vocabulary.write_text('never trained with')

@@ -114,7 +114,7 @@ _JSON = st.recursive(
 )
 
 
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(st.dictionaries(st.text(), _JSON))
 def testMetadataAreRestored(metadata):
   checkpoint_info.CheckJson('metadata', metadata)
@@ -384,7 +384,7 @@ for _ in range(kills):
 
 def testSigkillAtRandomMomentsLosesNothing(forks, tmp_path):
   directory, loop = tmp_path / 'ckpts', tmp_path / 'loop.py'
-  kills = 10
+  kills = 5
   loop.write_text(_KILL_LOOP)
   done = forks.Run(str(loop), str(directory), str(kills))
   assert done.returncode == 0, done.stdout + done.stderr

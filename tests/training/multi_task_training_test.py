@@ -3,6 +3,7 @@
 
 import json
 import re
+import shutil
 import sys
 import types
 
@@ -84,7 +85,8 @@ class Two(registry.MultiTaskModelParams):
   def Model(self):
     p = super().Model()
     p.variable_renaming_rules = [[r'\\w+\\.w', 'shared.w']]
-    p.train.Set(summary_interval_steps=1, eval_datasets=['Dev', 'Test'], eval_interval_steps=7)
+    p.train.Set(save_interval_steps=5, save_interval_seconds=0.0, summary_interval_steps=1)
+    p.train.Set(eval_datasets=['Dev', 'Test'], eval_interval_steps=7)
     p.train.decode_datasets = ['Test']
     p.train.early_stop.Set(jobname='eval_test_b', metric='loss')
     return p
@@ -158,17 +160,23 @@ def testEachTaskIsDescribedMeasuredAndEvaluated(run):
 def testARestartIsBitEqual(run, tmp_path):
   """The restart begins with another task than the start; one task has updates of two batches."""
   call, logdir, _ = run
-  for steps in (5, _END):
-    processes.Succeeded(call('trainer', tmp_path, f'--max_steps={steps}', _JOB))
-  processes.AssertSameTensors(processes.Tensors(tmp_path, _END), processes.Tensors(logdir, _END))
-  assert _Metadata(tmp_path)['tasks'] == _Metadata(logdir)['tasks']
+  resumed = tmp_path / 'resumed'
+  shutil.copytree(logdir, resumed)
+  # As a kill after the save of step 5 leaves it.
+  for path in (resumed / 'train').glob('ckpt-*'):
+    if int(path.name[5:13]) > 5:
+      path.unlink() if path.is_file() else shutil.rmtree(path)
+  done = processes.Succeeded(call('trainer', resumed, f'--max_steps={_END}', _JOB))
+  assert 'resuming from step 5 ' in done.stdout
+  processes.AssertSameTensors(processes.Tensors(resumed, _END), processes.Tensors(logdir, _END))
+  assert _Metadata(resumed)['tasks'] == _Metadata(logdir)['tasks']
   values = [
     [
       (line['step'], line['values']['loss/a'])
       for line in _Lines(where)
       if 'loss/a' in line['values']
     ]
-    for where in (tmp_path, logdir)
+    for where in (resumed, logdir)
   ]
   assert values[0] == values[1]
 

@@ -25,20 +25,19 @@ def _Rates(logdir):
 
 
 def testTheLearningRateIsStoredButNotRestored(tmp_path, caplog, monkeypatch):
-  training.Train(tmp_path, _Params(max_steps=4))
-  (info,) = checkpointer.Checkpointer(tmp_path / 'train').All()
+  # A checkpoint without it.
+  with monkeypatch.context() as patched:
+    patched.setattr(multi_learner.MultiLearner, 'LearningRates', lambda self, step: {})
+    training.Train(tmp_path, _Params(max_steps=4))
+  training.Train(tmp_path, _Params(max_steps=6))
+  info = checkpointer.Checkpointer(tmp_path / 'train').Latest()
   rate = info.metadata['learning_rate']
   assert f'  learning_rate: {json.dumps(rate)}\n' in checkpoint_table.Describe(str(tmp_path))[0]
-  training.Train(tmp_path, _Params(max_steps=6))
-  assert rate == _Rates(tmp_path)[4] < _Rates(tmp_path)[3]
-  assert not caplog.messages
-  # A checkpoint without it, and another schedule.
-  monkeypatch.setattr(multi_learner.MultiLearner, 'LearningRates', lambda self, step: {})
-  training.Train(tmp_path, _Params(max_steps=7))
-  monkeypatch.undo()
   training.Train(tmp_path, _Params(max_steps=8))
+  assert rate == _Rates(tmp_path)[6] < _Rates(tmp_path)[5]
   assert not caplog.messages
   assert _Rates(tmp_path)[7] == pytest.approx(0.01 * (1 - 0.5 * 7 / 8))
+  # Another schedule.
   params = _Params(max_steps=9)
   params.task.train.learner.learning_rate = 0.001
   training.Train(tmp_path, params, allow_params_change=True)

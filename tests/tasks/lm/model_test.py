@@ -97,7 +97,6 @@ def testLossIsTheCrossEntropyOfTheWeightedPositions():
   assert 0 < expected['accuracy'] < 1
 
 
-@functools.cache
 def _OfBlocks(layers_per_block, splits):
   """Returns metrics and texts of three blocks of layers, with random weights."""
   p = _Params(num_layers=3, layers_per_block=layers_per_block)
@@ -113,10 +112,9 @@ def _OfBlocks(layers_per_block, splits):
   return metrics, task.Generate(_Batch().ids[:2, :3].numpy(), 4, temperature=0).tolist()
 
 
-@pytest.mark.parametrize(('layers_per_block', 'splits'), [(2, (5, 10)), (3, (7, 13))])
-def testBlocksOfSeveralLayersComputeTheSame(layers_per_block, splits):
+def testBlocksOfSeveralLayersComputeTheSame():
   """Three blocks with the same weights; the first stage ends within the second block."""
-  metrics, texts = _OfBlocks(layers_per_block, splits)
+  metrics, texts = _OfBlocks(2, (5, 10))
   expected_metrics, expected_texts = _OfBlocks(1, ())
   assert expected_metrics == pytest.approx(metrics, rel=1e-6)
   assert texts == expected_texts

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A packed row equals its documents in separate rows: losses, gradients and weights."""
 
-import functools
 import sys
 
 import numpy as np
@@ -71,35 +70,36 @@ def _Task(num_stages, num_micro_batches):
   return p.Instantiate()
 
 
-def _Train(batch, num_stages, num_micro_batches):
-  """Returns (sums of the metrics, gradients) of a step in float64."""
+def _TrainStep(batch, num_stages, num_micro_batches):
+  """Returns a function batch -> (sums of the metrics, gradients) of a step in float64."""
   task = _Task(num_stages, num_micro_batches)
-  return stacks.Train(
-    task.stack,
-    task.PipelineInputs(batch),
-    task.LossInputs(batch),
-    lambda theta, outputs, side: task.ComputeLoss(theta, outputs[0], side)[0],
+  task.stack.Place(
+    stacks.Devices(),
+    *stacks.Specs(task.PipelineInputs(batch)),
+    loss_fn=lambda theta, outputs, side: task.ComputeLoss(theta, outputs[0], side)[0],
   )
+  run = stacks.StepFunction(task.stack)
+
+  def Step(batch):
+    sums = run(task.PipelineInputs(batch), task.LossInputs(batch), tf.constant(0, tf.int64))
+    return sums, stacks.Gradients(task.stack)
+
+  return Step
 
 
-@functools.cache
-def _Reference():
-  return _Train(_Unpacked(), 1, 3)
-
-
-@pytest.mark.parametrize('num_stages', [1, 2])
-def testPackedRowEqualsItsDocumentsInSeparateRows(num_stages):
-  packed = _Train(_Batch(_Documents()), num_stages, 2)
-  stacks.CheckEqual(packed, _Reference())
-  assert packed[0]['loss'][1] == sum(map(sum, _ROWS))
-
-
-@pytest.mark.parametrize('field', ['segment_ids', 'segment_pos'])
-def testSegmentIdsAndPositionsMatter(field):
-  """Shows that the previous test can fail: without segments or positions, losses differ."""
-  batch = _Batch(_Documents())
-  batch[field] = tf.ones_like(batch[field])
-  stacks.CheckAnyDiffers(_Train(batch, 1, 2)[1], _Reference()[1])
+def testPackedRowEqualsItsDocumentsInSeparateRows():
+  """Differs without segments or positions, which shows that the test can fail."""
+  unpacked, batch = _Unpacked(), _Batch(_Documents())
+  expected = _TrainStep(unpacked, 1, 3)(unpacked)
+  step = _TrainStep(batch, 2, 2)
+  actual = step(batch)
+  stacks.CheckEqual(actual, expected)
+  assert actual[0]['loss'][1] == sum(map(sum, _ROWS))
+  for field in ('segment_ids', 'segment_pos'):
+    other = batch.copy()
+    other[field] = tf.ones_like(other[field])
+    stacks.CheckAnyDiffers(step(other)[1], expected[1])
+  stacks.CheckEqual(step(batch), expected)  # Gradients begin at zero in each step.
 
 
 def testModelTrainedOnPackedRowsContinuesAPrompt():
