@@ -145,9 +145,15 @@ def _Arrays(variables):
 
 
 @functools.cache
-def _Losses(num_stages, num_micro_batches=2, num_steps=8):
-  """The losses of an uninterrupted run."""
-  return _Train(_Runner(_PipelinedParams(num_stages, num_micro_batches)), 0, num_steps)[0]
+def _Trained(num_stages, num_micro_batches=2):
+  """Returns (runner, losses of 8 steps, variables after 4 steps, their position in the data).
+
+  Tests train the runner further, since each other runner would be traced again.
+  """
+  run = _Runner(_PipelinedParams(num_stages, num_micro_batches))
+  first, position = _Train(run, 0, 4)
+  variables = _Arrays(run.Variables())
+  return run, first + _Train(run, position, 4)[0], variables, position
 
 
 # ---- a task without a pipeline -------------------------------------------------------------------
@@ -266,7 +272,7 @@ def testAPipelinedTaskTrains():
 
 @pytest.mark.parametrize('num_stages', [2, 4])
 def testLossesDoNotDependOnTheCut(num_stages):
-  np.testing.assert_allclose(_Losses(num_stages), _Losses(1), rtol=1e-4)
+  np.testing.assert_allclose(_Trained(num_stages)[1], _Trained(1)[1], rtol=1e-4)
 
 
 def testSeveralLearnersDoNotDependOnTheCut():
@@ -286,7 +292,7 @@ def testSeveralLearnersDoNotDependOnTheCut():
       'learner/iterations'
     }
   np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
-  assert not np.allclose(losses[0], _Losses(1)[:4], rtol=1e-3)
+  assert not np.allclose(losses[0], _Trained(1)[1][:4], rtol=1e-3)
 
 
 @pytest.mark.parametrize('name', ['fprop_dtype', 'dtype'])
@@ -299,7 +305,7 @@ def testFloat16IsEvaluatedButNotTrained(name):
 
 def testTheComparisonCouldFail():
   """Dropout masks are drawn per micro-batch, so another M gives other losses."""
-  assert not np.allclose(_Losses(1, num_micro_batches=4), _Losses(1), rtol=1e-3)
+  assert not np.allclose(_Trained(1, num_micro_batches=4)[1], _Trained(1)[1], rtol=1e-3)
 
 
 def testCutTaskAllocatesNothing():
@@ -343,7 +349,7 @@ def testLossWeightMustAgreeInEachStep():
 
 
 def testGlobalStepCountsSkippedStepsToo():
-  run = _Runner(_PipelinedParams())
+  run = _Trained(2)[0]
   batch = next(iter(_Input().Dataset()))
   run.TrainStep(batch)
   before = _Arrays(run.Variables())
@@ -353,14 +359,14 @@ def testGlobalStepCountsSkippedStepsToo():
   assert (values['is_finite'], values['grad_scale']) == (0.0, 0.0)
   assert values['num_skipped_steps'] == 1.0
   after = _Arrays(run.Variables())
-  assert after.pop('global_step') == before.pop('global_step') + 1 == 2
+  assert after.pop('global_step') == before.pop('global_step') + 1
   for name, value in after.items():
     np.testing.assert_array_equal(value, before[name], err_msg=name)
   assert run.TrainStep(batch)['is_finite'] == 1.0
 
 
 def testABatchOfPaddingChangesNothing():
-  run = _Runner(_PipelinedParams())
+  run = _Trained(2)[0]
   batch = next(iter(_Input().Dataset()))
   run.TrainStep(batch)
   before = _Arrays(run.Variables())
@@ -404,10 +410,15 @@ def testAPatternWithoutAMatchIsAnError(name, p):
 
 
 @pytest.mark.parametrize(
-  'name',
-  ['loss_weight', 'grad_norm', 'learning_rate/encoder', 'steps', 'examples_per_second'],
+  'name, num_accumulated',
+  [
+    ('loss_weight', 1),
+    ('grad_norm', 2),
+    ('learning_rate/encoder', 1),
+    ('steps', 2),
+    ('examples_per_second', 1),
+  ],
 )
-@pytest.mark.parametrize('num_accumulated', [1, 2])
 def testAMetricCannotHaveTheNameOfAStatistic(name, num_accumulated):
   class Named(_Linear):
     def ComputeLoss(self, theta, predictions, input_batch):
@@ -454,7 +465,7 @@ def testEvaluateIsTheMeanOverAllExamples(p):
 
 
 def testEvaluatingTwiceGivesEqualMetricsAndChangesNothing():
-  run = _Runner(_PipelinedParams())
+  run = _Trained(2)[0]
   before = _Arrays(run.Variables())
   data = _Input(shuffle=False, num_epochs=1).Dataset()
   assert run.Evaluate(data) == run.Evaluate(data)
@@ -532,24 +543,22 @@ def testAMiniBatchOfAnUpdateSendsAHeartbeat(monkeypatch):
 @pytest.mark.parametrize('num_stages', [1, 4])
 def testACheckpointContinuesWithAnotherCut(num_stages, tmp_path):
   """Weights, slots, step, number of updates and position of the data are restored."""
-  run = _Runner(_PipelinedParams(2))
-  first, position = _Train(run, 0, 4)
+  _, losses, variables, position = _Trained(2)
   checkpoints = checkpointer.Checkpointer(tmp_path)
-  checkpoints.Save(4, run.Variables(), {'examples_consumed': position})
+  checkpoints.Save(4, variables, {'examples_consumed': position})
 
-  other = _Runner(_PipelinedParams(num_stages))
+  other = _Trained(num_stages)[0]
   _Train(other, 24, 2)  # The restored values must replace all of these.
   restored = checkpoints.RestoreLatest(other.Variables())
   assert restored is not None
   other.AfterRestore()
   assert int(other.global_step) == 4
   second, end = _Train(other, restored[1]['examples_consumed'], 4)
-  np.testing.assert_allclose(first + second, _Losses(2), rtol=1e-5)
+  np.testing.assert_allclose(second, losses[4:], rtol=1e-5)
   assert end == 8 * _BATCH
 
-  names = {name for name in run.Variables() if '/' in name}
-  assert 'net.stack.layers[0].w/momentum' in names
-  assert set(other.Variables()) == set(run.Variables())
+  assert 'net.stack.layers[0].w/momentum' in variables
+  assert set(other.Variables()) == set(variables)
 
 
 def testAfterRestoreForEvaluation():
