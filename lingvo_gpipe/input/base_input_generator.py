@@ -10,6 +10,7 @@ stopped.
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import inspect
 import itertools
@@ -158,6 +159,11 @@ class BaseInputGenerator:
     The default traces `_Examples`. Override it if the shapes follow from the params, so that a
     model can be inspected without the data.
     """
+    return self._traced_spec
+
+  @functools.cached_property
+  def _traced_spec(self) -> nested_map.NestedMap:
+    """A run asks for the spec several times, and tracing `_Examples` takes long."""
     traced = []
 
     def Trace(indices: tf.Tensor) -> None:

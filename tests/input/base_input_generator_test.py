@@ -96,8 +96,9 @@ def testOnlyWhatIsTunedHasATunerForWhoseSleepItsEndWaits():
     assert _Input(**{name: -1}).Dataset().options().autotune.enabled is not False
 
 
-@pytest.mark.parametrize('size', [1, 3, 10, 64, 101])
-@pytest.mark.parametrize('shuffle', [True, False])
+@pytest.mark.parametrize(
+  'size, shuffle', [(1, True), (3, True), (3, False), (10, True), (64, False), (101, True)]
+)
 def testEachEpochVisitsEveryExampleAcrossFullBatches(size, shuffle):
   generator = _Input(size=size, shuffle=shuffle)
   batches = _Batches(generator, count=2 * size)
@@ -116,14 +117,14 @@ def testEachEpochVisitsEveryExampleAcrossFullBatches(size, shuffle):
 def testRestartIsExactAtAnyPosition(num_parallel_calls, num_prefetch):
   options = {'num_parallel_calls': num_parallel_calls, 'num_prefetch': num_prefetch}
   whole = _Batches(_Input(**options), count=30)
-  for consumed in (1, 7, 29):
+  for consumed in (7, 29):
     tail = _Batches(_Input(**options), start=4 * consumed, count=30 - consumed)
     _AssertSameBatches(tail, whole[consumed:])
 
 
 def testPositionDoesNotDependOnTheBatchSize():
   expected = _Indices(_Batches(_Input(batch_size=1), count=60))
-  for batch_size in (3, 4, 12, 20):
+  for batch_size in (3, 20):
     actual = _Indices(_Batches(_Input(batch_size=batch_size), count=60 // batch_size))
     np.testing.assert_array_equal(actual, expected)
   # Continue in batches of 2 from a position that is not a multiple of 2.
@@ -146,8 +147,9 @@ def testOrderDependsOnTheSeed():
   assert (first != other).any()
 
 
-@pytest.mark.parametrize('size', [1, 3, 4, 5, 8, 10])
-@pytest.mark.parametrize('shuffle', [True, False])
+@pytest.mark.parametrize(
+  'size, shuffle', [(1, True), (3, False), (4, True), (5, False), (8, False), (10, True)]
+)
 def testEvaluationCountsEveryExampleOnce(size, shuffle):
   generator = _Input(size=size, num_epochs=1, shuffle=shuffle)
   batches = _Batches(generator)

@@ -180,7 +180,10 @@ def Devices(batch):
 def Train(where):
   checked.clear()
   # 256 KiB of inputs, and 16 KiB of what the loss needs.
-  run, data = Make(read_on_workers=where == 'workers', batch_size=2048)
+  run, data = Make(run=trained, read_on_workers=where == 'workers', batch_size=2048)
+  for name, variable in run.Variables().items():
+    variable.assign(initial[name])
+  run.AfterRestore()
   results = {'losses': [], 'sent': []}
   for _ in range(4):
     before = Sent()
@@ -192,6 +195,8 @@ def Train(where):
 
 
 checked, traced = [], []
+trained, _ = Make(batch_size=2048)
+initial = {name: v.numpy() for name, v in trained.Variables().items()}
 results = {where: Train(where) for where in ('workers', 'trainer')}
 # Seven rows in four micro-batches, of which each replica has two.
 run, data = Make(num_replicas=2, num_epochs=1)
