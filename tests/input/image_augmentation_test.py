@@ -88,8 +88,14 @@ def testZoomMovesPointsAlongRays():
 
 @pytest.mark.parametrize('height, width', [(40, 60), (7, 3), (1, 1)])
 def testRandomWindowIsInsideTheImage(height, width):
-  seeds = _Seeds(300)
-  windows = np.stack([image_augmentation.RandomWindow(height, width, s) for s in seeds])
+
+  @tf.function(autograph=False)
+  def Windows(seeds):
+    return tf.map_fn(
+      lambda s: image_augmentation.RandomWindow(height, width, s), seeds, fn_output_signature=tf.int32
+    )
+
+  windows = Windows(_Seeds(300)).numpy()
   assert windows.dtype == np.int32
   top_edge, left_edge, rows, columns = windows.T
   assert np.all((top_edge >= 0) & (left_edge >= 0) & (rows >= 1) & (columns >= 1))

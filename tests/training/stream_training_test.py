@@ -234,8 +234,8 @@ def testAnotherPipelineIsRefusedInOneLine(straight, tmp_path):
 
 
 def testEachTaskHasItsOwnState(tmp_path):
-  def Params(max_steps, task_name='', **inputs):
-    inputs = {'a': _Points.Params(), 'b': _Points.Params().Set(seed=5), **inputs}
+  def Params(max_steps, task_name='', b=None, **train):
+    inputs = {'a': _Points.Params(), 'b': b or _Points.Params().Set(seed=5)}
     p = multi_task_model.MultiTaskModel.Params().Set(
       task_params=multi_task.AsParams(
         {name: training.Regression.Params().Set(name=name) for name in inputs}
@@ -245,15 +245,16 @@ def testEachTaskHasItsOwnState(tmp_path):
     )
     for key in inputs:
       p.task_params.Get(key).train.learner.Set(learning_rate=0.01, optimizer=optimizer.SGD.Params())
-    p.train.Set(max_steps=max_steps, summary_interval_steps=100)
+    p.train.Set(max_steps=max_steps, summary_interval_steps=100, **train)
     return p
 
-  training.Train(tmp_path / 'once', Params(12))
+  training.Train(tmp_path / 'once', Params(12, save_interval_steps=1, save_max_to_keep=12))
   instance = Params(12).Instantiate()
   turns = [instance.TaskAtStep(step) for step in range(12)]
   first = next(step for step in range(12) if turns[step] != turns[0])
   # Task b, whose turn it is, is trained alone for a step; the stream of task a keeps its position.
-  for max_steps, task_name in ((first, ''), (first + 1, turns[first]), (12, '')):
+  _Keep(tmp_path / 'once', tmp_path / 'calls', first)
+  for max_steps, task_name in ((first + 1, turns[first]), (12, '')):
     training.Train(tmp_path / 'calls', Params(max_steps, task_name), allow_params_change=True)
   _AssertSame(tmp_path / 'calls', tmp_path / 'once', 12)
   states = {n for n in processes.Tensors(tmp_path / 'once', 12) if n.endswith('/iterator')}
@@ -311,7 +312,7 @@ class Points(stream_input.BaseStreamInput):
 @registry.RegisterSingleTaskModel
 class Toy(registry.SingleTaskModelParams):
   def Train(self):
-    return Points.Params().Set(batch_size=3, shuffle_buffer_size=20)
+    return Points.Params().Set(batch_size=8, shuffle_buffer_size=20)
 
   Dev = Train
 
@@ -333,13 +334,13 @@ def testTwoCallsOfTheTrainerEqualOne(tmp_path, forks):
     args = ['--model=toy.Toy', f'--logdir={logdir}', f'--max_steps={max_steps}']
     return processes.Succeeded(forks.Run('trainer', *args, cwd=project))
 
-  Run('once', 20)
-  Run('calls', 13)
-  done = Run('calls', 20)
-  assert 'resuming from step 13 (39 examples consumed)' in done.stdout
-  _AssertSame(project / 'calls', project / 'once', 20)
+  Run('once', 8)
+  Run('calls', 5)
+  done = Run('calls', 8)
+  assert 'resuming from step 5 (40 examples consumed)' in done.stdout
+  _AssertSame(project / 'calls', project / 'once', 8)
   # Evaluations go through all 50 points once, from the beginning.
-  assert 'Dev a stream of examples' in done.stdout and 'Dev at step 20: loss ' in done.stdout
+  assert 'Dev a stream of examples' in done.stdout and 'Dev at step 8: loss ' in done.stdout
   (project / 'points.txt').unlink()
   done = forks.Run('trainer', '--model=toy.Toy', f'--logdir={project / "other"}', cwd=project)
   assert done.returncode == 2

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lingvo_gpipe.input.text import packing, token_store
@@ -55,6 +55,7 @@ def _CheckPadding(fields):
   assert {fields[k].dtype for k in fields if k != 'weights'} == {np.dtype(np.int32)}
 
 
+@settings(max_examples=40)
 @given(_LENGTHS, st.integers(1, 10))
 @example([9, 1, 1], 10)  # Fits exactly.
 @example([10, 3], 10)  # One slot too long.
@@ -76,6 +77,7 @@ def testEveryTokenIsPredictedOnceFromThePreviousOne(lengths, row_length):
   assert rows.efficiency == pytest.approx(fields.weights.mean())
 
 
+@settings(max_examples=40)
 @given(_LENGTHS, st.integers(1, 10))
 def testRowEndsOnlyIfTheNextDocumentDoesNotFit(lengths, row_length):
   fields, _ = _All(_Documents(lengths), packing.Packed, row_length)
@@ -88,6 +90,7 @@ def testRowEndsOnlyIfTheNextDocumentDoesNotFit(lengths, row_length):
       assert filled[row] == row_length or (is_whole and filled[row] + len(ids) > row_length)
 
 
+@settings(max_examples=40)
 @given(_LENGTHS, st.integers(1, 10))
 def testOneDocumentPerRow(lengths, row_length):
   documents = _Documents(lengths)

@@ -62,7 +62,7 @@ def testLoadedTokensAreMapped(tmp_path):
 
 
 def testTensorsShareTheMemoryOfTheArrays(tmp_path):
-  sequences = [np.arange(1 << 22)]
+  sequences = [np.arange(1 << 18)]
   memory = _Store(sequences)
   memory.Save(str(tmp_path / 'store'))
   mapped = token_store.TokenStore.Load(str(tmp_path / 'store'))
