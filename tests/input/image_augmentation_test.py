@@ -89,11 +89,12 @@ def testZoomMovesPointsAlongRays():
 @pytest.mark.parametrize('height, width', [(40, 60), (7, 3), (1, 1)])
 def testRandomWindowIsInsideTheImage(height, width):
 
+  def Window(seed):
+    return image_augmentation.RandomWindow(height, width, seed)
+
   @tf.function(autograph=False)
   def Windows(seeds):
-    return tf.map_fn(
-      lambda s: image_augmentation.RandomWindow(height, width, s), seeds, fn_output_signature=tf.int32
-    )
+    return tf.map_fn(Window, seeds, fn_output_signature=tf.int32)
 
   windows = Windows(_Seeds(300)).numpy()
   assert windows.dtype == np.int32

@@ -223,12 +223,12 @@ def testFindsThePlanOfAnExhaustiveSearch(seed):
     transfers=rng.choice(['overlap', 'occupy']),
     **rng.choice([{}, {'to_host': {'bandwidth': 1e8}}]),
   )
-  plans = planner.Planner(costs, devices, 6, _SPACE)
+  plans = planner.Planner(costs, devices, 4, _SPACE)
   result = plans.Search()
   every = [
-    planner.Planner(costs, devices, 6, _SPACE).Predict(choice)
-    for grid in plan_choice.Grids(plans.space, 6, 3, 6)
-    for choice in plan_choice.Choices(plans.space, 6, grid, 6, costs.vocabulary.num_parts)
+    planner.Planner(costs, devices, 4, _SPACE).Predict(choice)
+    for grid in plan_choice.Grids(plans.space, 6, 3, 4)
+    for choice in plan_choice.Choices(plans.space, 6, grid, 4, costs.vocabulary.num_parts)
   ]
   assert len(every) == result.num_choices
   assert any(p.vocabulary for p in every)

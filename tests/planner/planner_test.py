@@ -90,7 +90,9 @@ _SPACE = plan_choice.Space(
 )
 
 
-@pytest.mark.parametrize('seed', range(8))
+# Few choices, but all kinds of devices, and best plans of several schedules and policies, on one to
+# three devices for a replica, with activations on the host, and none.
+@pytest.mark.parametrize('seed', [4, 5, 6, 11, 13, 24, 28, 30])
 def testFindsThePlanOfAnExhaustiveSearch(seed):
   rng = random.Random(seed)
   costs, devices = _RandomCosts(rng, 6), _RandomDevices(rng)

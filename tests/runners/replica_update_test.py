@@ -169,9 +169,12 @@ def _AllLearners(run):
 
 def testACheckpointFitsAnyNumberOfReplicas(two_replicas, tmp_path, request):
   """From one replica to two and back; also into a runner that has not trained."""
-  one, two = _OneReplica()[0], two_replicas[0]
+  single, double = _OneReplica()[0], two_replicas[0]
   way = request.node.callspec.params['two_replicas']
-  for run, other, fresh in ((one, two, _Runner(2, **way)), (two, one, _Runner(1))):
+  for run, other, fresh in (
+    (single, double, _Runner(2, **way)),
+    (double, single, _Runner(1)),
+  ):
     saved = checkpointer.Checkpointer(str(tmp_path / str(len(run.engine.replicas))))
     step = int(run.Variables()['global_step'])
     saved.Save(step, run.Variables(), {})
@@ -188,8 +191,8 @@ def testACheckpointFitsAnyNumberOfReplicas(two_replicas, tmp_path, request):
         _CheckReplicasAgree(target)
     np.testing.assert_allclose(_Train(other, 2, seed=5), losses, rtol=1e-9)
     _CheckClose(_Values(other), _Values(run))
-    if other is two:
-      _CheckReplicasAgree(two)
+    if other is double:
+      _CheckReplicasAgree(double)
 
 
 def testAStepThatIsNotFiniteChangesNoReplica(two_replicas):
