@@ -384,7 +384,7 @@ for _ in range(kills):
 
 def testSigkillAtRandomMomentsLosesNothing(forks, tmp_path):
   directory, loop = tmp_path / 'ckpts', tmp_path / 'loop.py'
-  kills = 5
+  kills = 10
   loop.write_text(_KILL_LOOP)
   done = forks.Run(str(loop), str(directory), str(kills))
   assert done.returncode == 0, done.stdout + done.stderr
