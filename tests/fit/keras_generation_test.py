@@ -110,7 +110,7 @@ def testTextIsGeneratedBeforeAndAfterTrainingAndByAnotherPipeline():
   before = plain.generate(prompts, max_length=7)
   assert pipe.generate(prompts, max_length=7) == before
   texts = np.array(['abc abc', 'ghi'])
-  options = {'batch_size': 2, 'epochs': 2, 'verbose': 0}
+  options = {'batch_size': 2, 'epochs': 1, 'verbose': 0}
   expected = plain.fit(texts, **options)
   history = pipe.fit(texts, **options)
   for name, values in expected.history.items():

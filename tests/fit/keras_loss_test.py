@@ -71,10 +71,10 @@ def testMaskedOutputs():
     metrics = {'sum': ['mae'], 'sum_over_batch_size': [Error]}
     return _CompiledWith(LOSSES.MeanSquaredError, metrics=metrics)
 
-  y = dict.fromkeys(REDUCTIONS, TARGETS)
-  options = {'optimizer': _SmallSteps, 'batch_size': 6}
+  y = dict.fromkeys(REDUCTIONS, TARGETS[:8])
+  options = {'optimizer': _SmallSteps, 'batch_size': 4}
   make = _Repeated(keras_fits.MaskedSequence)
-  keras_fits.CheckFit(make, IDS, y, Compiled, ((2, 6),), **options)
+  keras_fits.CheckFit(make, IDS[:8], y, Compiled, ((2, 4),), **options)
 
 
 def _Tokens():
@@ -152,9 +152,8 @@ def _MaskedAndPooled():
 @pytest.mark.parametrize(
   ('a', 'b', 'pipelines'),
   [
-    ('sum_over_batch_size', 'sum_over_batch_size', SIZES),
     ('mean_with_sample_weight', 'sum', SIZES),
-    ('sum', 'mean_with_sample_weight', ((1, 6),)),
+    ('sum_over_batch_size', 'mean_with_sample_weight', ((1, 6),)),
   ],
 )
 def testEachOutputHasItsOwnDivisor(a, b, pipelines):

@@ -89,7 +89,7 @@ def testOnePositionAnExample():
 
 def testTiedWeightsAndCappedLogits():
   x = {'token_ids': IDS, 'padding_mask': (IDS > 0).astype('int32')}
-  _Check(_Gemma, x, CLASSES, chunk_size=7, bound=1e-4)
+  _Check(_Gemma, x, CLASSES, _Sparse, chunk_size=7, bound=1e-4)
 
 
 def testOperationsThatDropTheMask():

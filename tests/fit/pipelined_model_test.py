@@ -451,7 +451,7 @@ def testLoraOnQuantizedWeights():
       layer.lora_kernel_b.assign(0.1 * keras.ops.ones_like(layer.lora_kernel_b))  # From 0.
     return model
 
-  keras_fits.CheckFit(Make, X, Y, _Squares)
+  keras_fits.CheckFit(Make, X, Y, _Squares, epochs=1)
 
 
 def testAMetricThatAnotherModelHasUpdatedBeginsAnew():
@@ -621,7 +621,7 @@ class _Recurrent(keras.Model):
 
 def testASubclassedModelTakesSequencesOfEachLength():
   pipe = keras_fits.Pipe(_Recurrent(lambda x: ops.shape(x)[1]), 2, 2)
-  for length in (5, 9, 3):
+  for length in (5, 9):
     x = keras_fits.Floats(4, length, 2)
     np.testing.assert_allclose(pipe.predict(x, verbose=0), pipe.model(x), rtol=1e-4, atol=1e-5)
 
