@@ -42,16 +42,16 @@ def _ShareStackTrace():
 def _KeepKernels():
   """Lets TensorFlow keep the kernels of its operations when a seed is set or Keras is cleared.
 
-  It would make all of them again, to reset those that draw random numbers from a state: a quarter
-  of the time of a test that trains a model by plain Keras and as a pipeline. Here it does so only
-  if there are such operations. Keras's own random numbers have no state.
+  It would make all of them again, which resets random operations that have a state. That takes up
+  to a quarter of the time of a test that trains a model by plain Keras and as a pipeline. Here it
+  does so only if there are such operations; Keras's own random numbers have no state.
   """
   from tensorflow.python import pywrap_tfe
   from tensorflow.python.framework import random_seed
 
   clear, seeds_of_operation = pywrap_tfe.TFE_ContextClearCaches, random_seed.get_seed
   has_eager = True  # Whether random operations have run since the last time.
-  graphs = weakref.WeakSet()  # Those that have random operations, as long as they may run again.
+  graphs = weakref.WeakSet()  # Graphs with random operations, which may run again.
 
   def SeedsOfOperation(op_seed):
     nonlocal has_eager
