@@ -95,12 +95,9 @@ _OLD_TENSORFLOW = {
   # To turn off what no public name turns off.
   'tests/fast_tracing.py': {
     'tensorflow.python',
-    'tensorflow.python.framework',
-    'tensorflow.python.framework.random_seed',
     'tensorflow.python.pywrap_tfe',
     'tensorflow.python.util',
     'tensorflow.python.util.tf_stack',
-    'tf.compat.v1.get_default_graph',
   },
 }
 

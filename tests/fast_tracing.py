@@ -4,9 +4,10 @@
 `Forks` of processes.py executes this file by its path: it imports nothing of this repository.
 """
 
+import contextlib
 import gc
 import os
-import weakref
+from unittest import mock
 
 import tensorflow as tf
 
@@ -17,7 +18,6 @@ def Configure():
   gc.set_threshold(20_000, 20, 20)
   OptimizeGraphs(False)
   _ShareStackTrace()
-  _KeepKernels()
 
 
 def OptimizeGraphs(enabled):
@@ -39,36 +39,14 @@ def _ShareStackTrace():
   tf_stack.extract_stack = lambda stacklevel=1: trace
 
 
-def _KeepKernels():
-  """Lets TensorFlow keep the kernels of its operations when a seed is set or Keras is cleared.
+@contextlib.contextmanager
+def KernelsKept():
+  """Lets TensorFlow keep the kernels of its operations while a seed is set or Keras is cleared.
 
-  It would make all of them again, which resets random operations that have a state. That takes up
-  to a quarter of the time of a test that trains a model by plain Keras and as a pipeline. Here it
-  does so only if there are such operations; Keras's own random numbers have no state.
+  It would make all of them again, to reset random operations that have a state. Keras has no such
+  operations, and the kernels take a quarter of the time of a test that fits two small models.
   """
   from tensorflow.python import pywrap_tfe
-  from tensorflow.python.framework import random_seed
 
-  clear, seeds_of_operation = pywrap_tfe.TFE_ContextClearCaches, random_seed.get_seed
-  has_eager = True  # Whether random operations have run since the last time.
-  graphs = weakref.WeakSet()  # Graphs with random operations, which may run again.
-
-  def SeedsOfOperation(op_seed):
-    nonlocal has_eager
-    if tf.executing_eagerly():
-      has_eager = True
-    else:
-      graph = tf.compat.v1.get_default_graph()
-      while graph is not None:
-        graphs.add(graph)
-        graph = getattr(graph, 'outer_graph', None)
-    return seeds_of_operation(op_seed)
-
-  def Clear(context):
-    nonlocal has_eager
-    if has_eager or graphs:
-      clear(context)
-    has_eager = False
-
-  pywrap_tfe.TFE_ContextClearCaches = Clear
-  random_seed.get_seed = SeedsOfOperation
+  with mock.patch.object(pywrap_tfe, 'TFE_ContextClearCaches'):
+    yield

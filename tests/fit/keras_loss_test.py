@@ -154,6 +154,7 @@ def _MaskedAndPooled():
   [
     ('mean_with_sample_weight', 'sum', SIZES),
     ('sum_over_batch_size', 'mean_with_sample_weight', ((1, 6),)),
+    ('sum', 'sum_over_batch_size', ((1, 6),)),
   ],
 )
 def testEachOutputHasItsOwnDivisor(a, b, pipelines):

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe import PipelinedModel
+from tests import fast_tracing
 from tests.toys import stacks
 
 SEED = 3
@@ -30,8 +31,9 @@ def Integers(top, *shape, seed=0):
 
 def Seeded(make):
   """Returns the model that `make` makes, with the same names and weights each time."""
-  keras.utils.clear_session(free_memory=False)  # Collecting garbage takes longer than a fit.
-  keras.utils.set_random_seed(SEED)
+  with fast_tracing.KernelsKept():
+    keras.utils.clear_session(free_memory=False)  # Collecting garbage takes longer than a fit.
+    keras.utils.set_random_seed(SEED)
   return make()
 
 
