@@ -19,7 +19,6 @@ _CASES = [
   ('gpipe', 'stage', 3),
   ('1f1b', 'except_last', 2),
   ('1f1b', 'layer', 3),
-  ('fused_fill_drain', 'layer', 2),
   ('1f1b_fused', 'stage', 1),
   ('1f1b_fused', 'none', 2),
   ('zb_h1', 'stage', 2),

@@ -142,9 +142,14 @@ def _Place(stack, dtype):
   )
 
 
-def _Train(stack, dtype, step=_STEP):
-  """One pass of the engine: the metrics' sums and {path: accumulated gradient}."""
+def _Train(stack, dtype):
+  """Places the stack and trains: the metrics' sums and {path: accumulated gradient}."""
   _Place(stack, dtype)
+  return _RunStep(stack, dtype)
+
+
+def _RunStep(stack, dtype, step=_STEP):
+  """One pass of the engine, as _Train."""
   stack.engine.MakeAccumulators()
 
   @tf.function(autograph=False)
@@ -193,37 +198,30 @@ def _CheckEqual(sums, grads, num_micro_batches, dtype, num_blocks=1):
 
 @pytest.mark.parametrize(
   'num_stages, num_micro_batches, num_blocks, policy',
-  # Once with equal blocks in different stages; XLA has one stage below, and
-  # engine_schedules_test covers more of the grid.
-  [(2, 1, 1, 'stage'), (3, 2, 1, 'layer'), (4, 4, 2, 'stage')],
+  # Once with equal blocks in different stages; engine_schedules_test covers more of the grid.
+  [(2, 1, 1, 'layer'), (4, 4, 2, 'stage')],
 )
 def testGradientsEqual(num_stages, num_micro_batches, num_blocks, policy):
   stack = _Stack(num_stages, num_micro_batches, num_blocks=num_blocks, remat_policy=policy)
   _CheckEqual(*_Train(stack, tf.float64), num_micro_batches, tf.float64, num_blocks)
+  if num_stages == 2:
+    # Another step has other dropout masks, so that its gradients exceed the bounds.
+    _, grads = _RunStep(stack, tf.float64, step=_STEP + 1)
+    _, _, expected = _Reference(num_micro_batches, tf.float64, num_blocks)
+    error = max(np.abs(grads[path] - g0).max() for path, g0 in expected.items())
+    assert error > 1e-3 * _GlobalNorm(expected)
 
 
-# With two stages in float32 below, with four in engine_schedules_test.
-@pytest.mark.parametrize(
-  'num_stages, num_micro_batches, policy', [(1, 4, 'stage'), (3, 2, 'layer')]
-)
-def testGradientsEqualCompiledByXla(num_stages, num_micro_batches, policy):
-  stack = _Stack(num_stages, num_micro_batches, xla=True, remat_policy=policy)
-  _CheckEqual(*_Train(stack, tf.float64), num_micro_batches, tf.float64)
+def testGradientsEqualCompiledByXla():
+  """With two stages in float32 below, with one in engine_schedules_test."""
+  stack = _Stack(3, 2, xla=True, remat_policy='layer')
+  _CheckEqual(*_Train(stack, tf.float64), 2, tf.float64)
 
 
 @pytest.mark.parametrize('num_stages, num_micro_batches, xla', [(4, 2, False), (2, 4, True)])
 def testGradientsEqualInFloat32(num_stages, num_micro_batches, xla):
   stack = _Stack(num_stages, num_micro_batches, xla=xla, dtype=tf.float32)
   _CheckEqual(*_Train(stack, tf.float32), num_micro_batches, tf.float32)
-
-
-def testTheTestCanFail():
-  """Another step has other dropout masks, so the gradients exceed the bounds above."""
-  stack = _Stack(2, 2)
-  _, grads = _Train(stack, tf.float64, step=_STEP + 1)
-  _, _, expected = _Reference(2, tf.float64)
-  error = max(np.abs(grads[path] - g0).max() for path, g0 in expected.items())
-  assert error > 1e-3 * _GlobalNorm(expected)
 
 
 def testEvaluateEqualsAPlainForward():
@@ -268,7 +266,7 @@ def testEqualStagesShareOneTrace():
     return {'loss': (tf.reduce_sum(outputs[0] ** 2), tf.constant(1.0))}
 
   train, forward, grads = {}, {}, {}
-  for num_stages in (1, 2, 4):
+  for num_stages in (1, 4):
     stack = _EqualLayers(num_stages)
     stack.Place(_Devices(), tf.TensorSpec([8, 4]), loss_fn=SquareLoss)
 
@@ -286,11 +284,10 @@ def testEqualStagesShareOneTrace():
     grads[num_stages] = [a.numpy() for s in stack.engine.stages for a in s.accumulators]
   # The first stage, whose input needs no gradient, the last, which has the loss, and all others: F
   # and B of each.
-  assert train == {1: 2, 2: 4, 4: 6}
-  assert forward == {1: 1, 2: 1, 4: 1}
-  for num_stages in (2, 4):
-    for a, b in zip(grads[1], grads[num_stages], strict=True):
-      np.testing.assert_allclose(a, b, rtol=1e-5)
+  assert train == {1: 2, 4: 6}
+  assert forward == {1: 1, 4: 1}
+  for a, b in zip(grads[1], grads[4], strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 class _Numbered(linear.LinearLayer):
@@ -415,8 +412,10 @@ def testMoreMicroBatchesTakeNoMoreTraces():
   assert traces == [6, 6]
 
 
-@pytest.mark.parametrize('schedule, policy', [('gpipe', 'stage'), ('zb_h1', 'none')])
-@pytest.mark.parametrize('batch_size, num_compilations', [(7, 2), (8, 1)])
+@pytest.mark.parametrize(
+  'schedule, policy, batch_size, num_compilations',
+  [('gpipe', 'stage', 7, 2), ('zb_h1', 'none', 7, 2), ('zb_h1', 'none', 8, 1)],
+)
 def testAtMostTwoCompilationsAStage(schedule, policy, batch_size, num_compilations):
   """7 into 4 is 2, 2, 2, 1; XLA compiles each trace of a function once on its stage's device."""
   square = linear.ProjectionLayer.Params().Set(input_dim=2, output_dim=2, activation='TANH')
@@ -463,8 +462,15 @@ def _Masks(num_stages, num_micro_batches, xla, step=3, dtype=tf.float32):
 _LATE = 10**7
 
 
-@pytest.mark.parametrize('num_stages, xla', [(1, True), (2, False), (2, True), (4, False)])
-@pytest.mark.parametrize('step, dtype', [(3, tf.float32), (_LATE, tf.bfloat16)])
+@pytest.mark.parametrize(
+  'num_stages, xla, step, dtype',
+  [
+    (1, True, _LATE, tf.bfloat16),
+    (2, False, _LATE, tf.bfloat16),
+    (2, True, 3, tf.float32),
+    (4, False, 3, tf.float32),
+  ],
+)
 def testMasksDoNotDependOnTheCut(num_stages, xla, step, dtype):
   # Nor on the dtype, whose rounding the seeds never see.
   np.testing.assert_array_equal(_Masks(num_stages, 4, xla, step, dtype), _Masks(1, 4, False, step))
@@ -518,7 +524,7 @@ def _LossesOfTraining(num_stages):
 def testTheFirstTwentyLossesAgree():
   reference = _LossesOfTraining(1)
   assert reference[-1] < 0.9 * reference[0]
-  np.testing.assert_allclose(_LossesOfTraining(4), reference, rtol=1e-4)
+  np.testing.assert_allclose(_LossesOfTraining(2), reference, rtol=1e-4)
 
 
 def _GradientWithin(w, x):
@@ -528,17 +534,13 @@ def _GradientWithin(w, x):
   return x + tape.gradient(y, x)
 
 
-@pytest.mark.parametrize(
-  ('schedule', 'policy'),
-  [('gpipe', 'stage'), ('1f1b', 'layer'), ('gpipe', 'none'), ('zb_h1', 'stage')],
-)
-def testALayerMayTakeAGradient(schedule, policy):
+def testALayerMayTakeAGradient():
   sub = [layers.FnLayer.Params().Set(fn=_GradientWithin) for _ in range(4)]
   side = stacks.ExampleWeights(4)
   x = tf.constant(np.random.default_rng(0).normal(size=[4, layers.DIM]))
-  options = {'schedule': schedule, 'remat_policy': policy}
-  stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, **options)
-  stacks.CheckEqual(stacks.Train(stack, (x,), side), stacks.Reference(sub, 2, (x,), side))
+  stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=2)
+  ways = [('gpipe', 'stage'), ('1f1b', 'layer'), ('gpipe', 'none'), ('zb_h1', 'stage')]
+  stacks.CheckWays(stack, (x,), side, ways, stacks.Reference(sub, 2, (x,), side))
 
 
 def _Begin(w, x):
@@ -555,8 +557,7 @@ def _End(w, m):
 
 
 @pytest.mark.parametrize('splits', [[1, 6], [5, 6]])
-@pytest.mark.parametrize('policy', ['stage', 'layer', 'none'])
-def testALayerMayChangeTheMapsThatItGets(policy, splits):
+def testALayerMayChangeTheMapsThatItGets(splits):
   """Backward, or a skip connection, had the changed map."""
   stash = skip.StashLayer.Params().Set(key='s')
   pop = skip.PopLayer.Params().Set(key='s', combine='append')
@@ -568,9 +569,9 @@ def testALayerMayChangeTheMapsThatItGets(policy, splits):
   ]
   x = tf.constant(np.random.default_rng(0).normal(size=[4, layers.DIM]))
   side = stacks.ExampleWeights(4)
-  options = {'num_stages': 2, 'splits': splits, 'num_micro_batches': 2, 'remat_policy': policy}
-  actual = stacks.Train(stacks.MakeStack(sub, **options), (x,), side)
-  stacks.CheckEqual(actual, stacks.Reference(sub, 2, (x,), side))
+  stack = stacks.MakeStack(sub, num_stages=2, splits=splits, num_micro_batches=2)
+  ways = [('gpipe', policy) for policy in ('stage', 'layer', 'none')]
+  stacks.CheckWays(stack, (x,), side, ways, stacks.Reference(sub, 2, (x,), side))
 
 
 def testLossWeightsMayBeNegative():

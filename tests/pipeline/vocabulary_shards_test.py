@@ -17,33 +17,34 @@ from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
 from tests.toys import stacks
 
-# Slices of five shards differ in size on any number of devices. Micro-batches of one size need half
-# of the traces: only the test with _UNEVEN examples has others.
-_BATCH, _UNEVEN, _TIME, _DIM, _VOCAB, _NUM_SHARDS, _NUM_LAYERS = 8, 7, 3, 4, 10, 5, 2
+# Slices of three shards differ in size on two devices, and of five on any number. Micro-batches
+# of one size need half of the traces: only the test with _UNEVEN examples has others.
+_BATCH, _UNEVEN, _TIME, _DIM, _VOCAB, _NUM_SHARDS, _NUM_LAYERS = 8, 7, 3, 4, 15, 3, 2
 _HEAD = _NUM_LAYERS + 2
 _SIMPLE, _SHARED = embedding.SimpleFullSoftmax.Params(), embedding.SharedSoftmaxLayer.Params()
-_PAIRS = [
-  (f'layers[0].shards[{i}].emb', f'layers[{_HEAD}].shards[{i}].emb') for i in range(_NUM_SHARDS)
-]
-# The owner is the shard of the softmax, or of the embedding.
-_TIES, _REVERSED = [list(p) for p in _PAIRS], [[b, a] for a, b in _PAIRS]
 
 
-def _Sub(head):
+def _Ties(num_shards=_NUM_SHARDS, is_reversed=False):
+  """The owner is the shard of the softmax, or of the embedding."""
+  names = [f'layers[{i}].shards' for i in ((_HEAD, 0) if is_reversed else (0, _HEAD))]
+  return [[f'{name}[{i}].emb' for name in names] for i in range(num_shards)]
+
+
+def _Sub(head, num_shards=_NUM_SHARDS):
   layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')
   return [
     embedding.EmbeddingLayer.Params().Set(
-      vocab_size=_VOCAB, embedding_dim=_DIM, num_shards=_NUM_SHARDS
+      vocab_size=_VOCAB, embedding_dim=_DIM, num_shards=num_shards
     ),
     dropout.DropoutLayer.Params().Set(keep_prob=0.7),
     *[layer] * _NUM_LAYERS,
-    head.Copy().Set(input_dim=_DIM, num_classes=_VOCAB, num_shards=_NUM_SHARDS),
+    head.Copy().Set(input_dim=_DIM, num_classes=_VOCAB, num_shards=num_shards),
   ]
 
 
-def _Batch(seed=3, size=_BATCH):
+def _Batch(seed=3, size=_BATCH, vocab_size=_VOCAB):
   rng = np.random.default_rng(seed)
-  ids, labels = (tf.constant(rng.integers(0, _VOCAB, [size, _TIME]), tf.int32) for _ in 'ab')
+  ids, labels = (tf.constant(rng.integers(0, vocab_size, [size, _TIME]), tf.int32) for _ in 'ab')
   weights = rng.uniform(0.5, 2.0, [size, _TIME])
   return (ids,), nested_map.NestedMap(labels=labels, weights=tf.constant(weights))
 
@@ -59,8 +60,8 @@ def _Loss(theta, outputs, side):
   }
 
 
-def _Place(head, num_replicas=1, is_trained=None, size=_BATCH, **options):
-  stack = stacks.MakeStack(_Sub(head), vocabulary='shared', **options)
+def _Place(sub, num_replicas=1, is_trained=None, size=_BATCH, **options):
+  stack = stacks.MakeStack(sub, vocabulary='shared', **options)
   stack.Place(
     stacks.Devices()[: stack.num_devices * num_replicas],
     *stacks.Specs(_Batch(size=size)[0]),
@@ -85,12 +86,18 @@ def _Place(head, num_replicas=1, is_trained=None, size=_BATCH, **options):
       *(2, 1, _BATCH),
       {'schedule': 'interleaved_1f1b', 'num_stages': 4},
     ),
-    (_SHARED, 3, 1, _BATCH, {'schedule': 'zb_h1', 'remat_policy': 'layer', 'ties': _TIES}),
-    (_SHARED, 2, 2, _BATCH, {'schedule': '1f1b', 'remat_policy': 'except_last', 'ties': _REVERSED}),
+    (_SHARED, 3, 1, _BATCH, {'schedule': 'zb_h1', 'remat_policy': 'layer', 'ties': _Ties(5)}),
+    (
+      _SHARED,
+      2,
+      2,
+      _BATCH,
+      {'schedule': '1f1b', 'remat_policy': 'except_last', 'ties': _Ties(is_reversed=True)},
+    ),
     (
       _SHARED,
       *(2, 1, _BATCH),
-      {'offload': 1.0, 'num_micro_batches': 4, 'remat_policy': 'none', 'ties': _TIES},
+      {'offload': 1.0, 'num_micro_batches': 4, 'remat_policy': 'none', 'ties': _Ties()},
     ),
     (_SIMPLE, 2, 1, _BATCH, {'schedule': 'zb_v', 'num_stages': 4}),
     (_SIMPLE, 2, 1, _BATCH, {'schedule': '1f1b', 'xla': True}),
@@ -99,13 +106,14 @@ def _Place(head, num_replicas=1, is_trained=None, size=_BATCH, **options):
 def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, size, options):
   options = {'num_stages': num_devices, 'num_micro_batches': 2, **options}
   options['stages_per_device'] = options['num_stages'] // num_devices
-  stack = _Place(head, num_replicas, size=size, **options)
+  sub = _Sub(head, 5 if num_devices == 3 else _NUM_SHARDS)
+  stack = _Place(sub, num_replicas, size=size, **options)
   inputs, side = _Batch(size=size)
   sums = stacks.StepFunction(stack)(inputs, side, tf.constant(stacks.STEP, tf.int64))
   actual = {name: value.numpy() for name, value in sums.items()}, stacks.Gradients(stack)
   ties = options.get('ties', ())
   num_micro_batches = options['num_micro_batches'] * num_replicas
-  expected = stacks.Reference(_Sub(head), num_micro_batches, inputs, side, _Loss, ties=ties)
+  expected = stacks.Reference(sub, num_micro_batches, inputs, side, _Loss, ties=ties)
   stacks.CheckEqual(actual, expected)
   if 'offload' in options:
     offloaded = stack.engine.TrainingSchedule(num_micro_batches).offloaded
@@ -125,8 +133,10 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, size, o
     of_slices = [(s.device, s.first) for s in replica.slices]
     assert of_slices == [(s.device, s.first) for s in replica.tables]
     assert len({device for device, _ in of_slices}) == num_devices
-  # So are logits and losses of everything else.
-  plain, theta = stacks.PlainLayers(_Sub(head), ties)
+  if 'offload' in options:
+    return
+  # So are logits and losses of everything else, which know no policy and no offload.
+  plain, theta = stacks.PlainLayers(sub, ties)
   for path, variable in stack.VariablesByPath().items():
     np.testing.assert_array_equal(variable, plain.VariablesByPath()[path])
   logits = plain.FProp(theta(), *inputs)
@@ -145,7 +155,9 @@ def testFrozenWeights(trained):
   def IsTrained(path):
     return trained in path
 
-  stack = _Place(_SIMPLE, is_trained=IsTrained, num_stages=2, num_micro_batches=2, schedule='1f1b')
+  stack = _Place(
+    _Sub(_SIMPLE), is_trained=IsTrained, num_stages=2, num_micro_batches=2, schedule='1f1b'
+  )
   inputs, side = _Batch()
   sums = stacks.StepFunction(stack)(inputs, side, tf.constant(stacks.STEP, tf.int64))
   actual = {name: value.numpy() for name, value in sums.items()}, stacks.Gradients(stack)
@@ -156,7 +168,7 @@ def testFrozenWeights(trained):
 
 def testGradientsOfATape():
   """`FProp` brings the shards together."""
-  stack = _Place(_SIMPLE, num_stages=2, num_micro_batches=4)
+  stack = _Place(_Sub(_SIMPLE), num_stages=2, num_micro_batches=4)
   (ids,), side = _Batch()
   weights = stack.trainable_variables
   with tf.GradientTape() as tape:
@@ -171,11 +183,14 @@ def testGradientsOfATape():
     np.testing.assert_allclose(tf.convert_to_tensor(actual), tf.convert_to_tensor(g), atol=1e-12)
 
 
+_LM_VOCAB = 10
+
+
 def _Runner(num_stages, vocabulary, num_replicas=1, **train):
   p = lm_model.TransformerLm.Params().Set(
-    name='lm', vocab_size=_VOCAB, model_dim=8, hidden_dim=8, num_heads=1, num_layers=1
+    name='lm', vocab_size=_LM_VOCAB, model_dim=8, hidden_dim=8, num_heads=1, num_layers=1
   )
-  p.softmax_tpl.num_shards = _NUM_SHARDS
+  p.softmax_tpl.num_shards = 5
   p.stack.Set(num_stages=num_stages, num_micro_batches=2, xla=False, vocabulary=vocabulary)
   p.train.learner.learning_rate = 1e-2
   p.train.learner.clip_gradient_norm_to_value = 1.0
@@ -187,7 +202,7 @@ def _Runner(num_stages, vocabulary, num_replicas=1, **train):
 
 
 def _LmBatch(seed):
-  (ids,), side = _Batch(seed)
+  (ids,), side = _Batch(seed, vocab_size=_LM_VOCAB)
   return nested_map.NestedMap(
     ids=ids, labels=side.labels, weights=tf.cast(side.weights, tf.float32)
   )
@@ -257,11 +272,11 @@ def testTheCutCountsEachShardOnce():
   inputs = stacks.Specs(_Batch()[0])
   options = {'num_stages': 4, 'num_micro_batches': 4}
   shared, whole = (
-    stacks.MakeStack(_Sub(_SIMPLE), vocabulary=v, **options).MakeCut(*inputs)
+    stacks.MakeStack(_Sub(_SIMPLE, 5), vocabulary=v, **options).MakeCut(*inputs)
     for v in ('shared', 'one')
   )
   assert sum(shared.vocabulary) == _VOCAB
-  assert all(size % (_VOCAB // _NUM_SHARDS) == 0 for size in shared.vocabulary)
+  assert all(size % (_VOCAB // 5) == 0 for size in shared.vocabulary)
   assert sum(s.state for s in shared.memory) == sum(s.state for s in whole.memory)
   assert shared.memory[0].state < whole.memory[0].state / 2
   assert shared.memory[-1].state < whole.memory[-1].state
@@ -281,7 +296,7 @@ def testLossesThatUseWeightsOfTheSoftmaxAreRefused():
 
 
 def testFewerShardsThanDevicesAreRefused():
-  head = _SIMPLE.Copy().Set(input_dim=_DIM, num_classes=_VOCAB, num_shards=2)
+  head = _SIMPLE.Copy().Set(input_dim=_DIM, num_classes=16, num_shards=2)
   sub = [*_Sub(_SIMPLE)[:-1], head]
   stack = stacks.MakeStack(sub, num_stages=3, num_micro_batches=2, vocabulary='shared')
   with pytest.raises(ValueError, match='2 shards'):
@@ -290,7 +305,7 @@ def testFewerShardsThanDevicesAreRefused():
 
 def testAStepWithoutATaskUpdatesTheShards():
   """A global clip norm counts all of them: the update of every weight together has that norm."""
-  stack = _Place(_SIMPLE, num_stages=2, num_micro_batches=2, schedule='1f1b')
+  stack = _Place(_Sub(_SIMPLE), num_stages=2, num_micro_batches=2, schedule='1f1b')
   weights = stack.VariablesByPath()
   before = {path: v.numpy() for path, v in weights.items()}
   optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1e-3)

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear
-from lingvo_gpipe.pipeline.schedule import rematerialisation
 from tests.toys import layers, stacks
 
 # Micro-batches of one size: of two every function would be traced twice (random_stacks_test).
@@ -148,7 +147,8 @@ _KINDS = {
 def testLayersOfAllKinds(kind):
   # A layer before, so that each has an input gradient too.
   sub = [_Square(), *map(_With, _KINDS[kind])]
-  _Check(sub, _WAYS, splits=list(range(2, len(sub) + 1)))
+  ways = _WAYS if kind == 'control_flow' else _FOUR_WAYS
+  _Check(sub, ways, splits=list(range(2, len(sub) + 1)))
 
 
 def testLayersOfAllKindsCompiledByXla():
@@ -320,9 +320,11 @@ def testAnEmbeddingsGradientStaysSparse(schedule, policy, xla):
 
 @pytest.mark.parametrize(
   'schedule, policy, xla',
-  [('gpipe', policy, False) for policy in rematerialisation.POLICIES if policy != 'none']
-  + [('zb_h1', 'none', False)]
-  + [('1f1b_fused', 'stage', True), ('gpipe', 'layer', True), ('zb_h1', 'none', True)],
+  # Of these except_last is stage and none.
+  [
+    *[('gpipe', 'except_last', False), ('zb_h1', 'none', False)],
+    *[('1f1b_fused', 'stage', True), ('gpipe', 'layer', True)],
+  ],
 )
 def testBfloat16ActivationsAndFloat32Weights(schedule, policy, xla):
   square = linear.ProjectionLayer.Params().Set(
