@@ -94,9 +94,10 @@ _OLD_TENSORFLOW = {
   },
   # To turn off what no public name turns off.
   'tests/fast_tracing.py': {
-    'tensorflow.python',
+    'tensorflow.python.framework.op_def_library',
     'tensorflow.python.pywrap_tfe',
-    'tensorflow.python.util',
+    'tensorflow.python.util.deprecation',
+    'tensorflow.python.util.tf_contextlib',
     'tensorflow.python.util.tf_stack',
   },
 }
