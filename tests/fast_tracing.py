@@ -41,7 +41,7 @@ def _ShareStackTrace():
 
 
 def _InspectLess():
-  """Leaves out inspections of arguments that only serve messages: a tenth of the time of tracing."""
+  """Leaves out inspections that only serve messages: a tenth of the time of a test that traces."""
   from tensorflow.python.framework import op_def_library
   from tensorflow.python.util import deprecation, tf_contextlib
 
