@@ -41,7 +41,7 @@ def _ShareStackTrace():
 
 
 def _InspectLess():
-  """Leaves out inspections that only serve messages: a tenth of the time of a test that traces."""
+  """Leaves out inspections that only serve messages: a twentieth of the time of tracing."""
   from tensorflow.python.framework import op_def_library
   from tensorflow.python.util import deprecation, tf_contextlib
 
