@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -260,6 +261,15 @@ def Succeeded(done):
 def Messages(stderr):
   """Returns the lines for users: all but absl's INFO log."""
   return [line for line in stderr.splitlines() if not re.match(r'I\d{4} ', line)]
+
+
+def CopyAsKilled(logdir, copy, step):
+  """Copies a log directory as a kill after a save leaves it, with later steps in its logs."""
+  shutil.copytree(logdir, copy)
+  for path in (copy / 'train').glob('ckpt-*'):
+    if int(path.name[5:13]) > step:
+      path.unlink() if path.is_file() else shutil.rmtree(path)
+  return copy
 
 
 def Steps(logdir):

@@ -3,7 +3,6 @@
 
 import json
 import re
-import shutil
 import sys
 import types
 
@@ -160,12 +159,7 @@ def testEachTaskIsDescribedMeasuredAndEvaluated(run):
 def testARestartIsBitEqual(run, tmp_path):
   """The restart begins with another task than the start; one task has updates of two batches."""
   call, logdir, _ = run
-  resumed = tmp_path / 'resumed'
-  shutil.copytree(logdir, resumed)
-  # As a kill after the save of step 5 leaves it.
-  for path in (resumed / 'train').glob('ckpt-*'):
-    if int(path.name[5:13]) > 5:
-      path.unlink() if path.is_file() else shutil.rmtree(path)
+  resumed = processes.CopyAsKilled(logdir, tmp_path / 'resumed', 5)
   done = processes.Succeeded(call('trainer', resumed, f'--max_steps={_END}', _JOB))
   assert 'resuming from step 5 ' in done.stdout
   processes.AssertSameTensors(processes.Tensors(resumed, _END), processes.Tensors(logdir, _END))

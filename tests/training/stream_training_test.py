@@ -3,7 +3,6 @@
 
 import json
 import re
-import shutil
 import sys
 
 import numpy as np
@@ -95,18 +94,9 @@ def straight(tmp_path_factory):
   return logdir
 
 
-def _Keep(straight, logdir, last):
-  """Copies a log directory as a kill after a save leaves it, with later steps in its logs."""
-  shutil.copytree(straight, logdir)
-  for path in (logdir / 'train').glob('ckpt-*'):
-    if int(path.name[5:13]) > last:
-      path.unlink() if path.is_file() else shutil.rmtree(path)
-  return logdir
-
-
 @pytest.mark.parametrize('at', [1, 7, 13])  # 7.5 batches are an epoch.
 def testARestartAfterAKillEqualsOneRun(straight, tmp_path, at):
-  training.Train(_Keep(straight, tmp_path / 'killed', at), _Params())
+  training.Train(processes.CopyAsKilled(straight, tmp_path / 'killed', at), _Params())
   _AssertSame(tmp_path / 'killed', straight)
 
 
@@ -147,7 +137,7 @@ def testTheEndOfAStreamEndsTheRunForGood(tmp_path, capsys):
 
 
 def testADamagedStateIsReportedAndTheEarlierCheckpointIsUsed(straight, tmp_path, caplog):
-  logdir = _Keep(straight, tmp_path / 'damaged', 9)
+  logdir = processes.CopyAsKilled(straight, tmp_path / 'damaged', 9)
   state = processes.Tensors(logdir, 9)['input/iterator'][1]
   (path,) = (logdir / 'train').glob('ckpt-00000009-*/tensors.data-*')
   data = path.read_bytes()
@@ -216,7 +206,7 @@ def testStreamsOfOtherTasksAreKeptUnread():
 
 
 def testAnotherPipelineIsRefusedInOneLine(straight, tmp_path):
-  logdir = _Keep(straight, tmp_path / 'other', 5)
+  logdir = processes.CopyAsKilled(straight, tmp_path / 'other', 5)
   program = training.Program(logdir, _Params(_Others), allow_params_change=True)
   words = r"_Others .*ckpt-00000005\.json', .*input/iterator .*sizes\. Were _Stream, batch_size"
   with pytest.raises(ValueError, match=words) as e:
@@ -253,7 +243,7 @@ def testEachTaskHasItsOwnState(tmp_path):
   turns = [instance.TaskAtStep(step) for step in range(12)]
   first = next(step for step in range(12) if turns[step] != turns[0])
   # Task b, whose turn it is, is trained alone for a step; the stream of task a keeps its position.
-  _Keep(tmp_path / 'once', tmp_path / 'calls', first)
+  processes.CopyAsKilled(tmp_path / 'once', tmp_path / 'calls', first)
   for max_steps, task_name in ((first + 1, turns[first]), (12, '')):
     training.Train(tmp_path / 'calls', Params(max_steps, task_name), allow_params_change=True)
   _AssertSame(tmp_path / 'calls', tmp_path / 'once', 12)
