@@ -264,9 +264,8 @@ def testAHangAfterAnErrorIsNotAHungWorker(forks, tmp_path, flag, status):
 
 
 def testHelpAndAnEmptyDirectory(forks, tmp_path):
-  """The help is of the module; evaluator_test starts the installed program."""
-  module = [sys.executable, '-m', 'lingvo_gpipe.evaluator']
-  done = processes.Run('evaluator', '--help', command=module)
+  """The help is of the module's file; evaluator_test starts the installed program."""
+  done = forks.Run(str(_ROOT / 'lingvo_gpipe' / 'evaluator.py'), '--help')
   for flag in ('model', 'logdir', 'split', 'once', 'num_devices', 'max_steps'):
     assert f'  --{flag}: ' in processes.Succeeded(done).stdout
   done = forks.Run('trainer', '--mode=list', cwd=tmp_path)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.runners import task_cut
 from tests import processes
-from tools import largest_model, paper_memory, paper_throughput
+from tools import largest_model, paper_memory, paper_throughput, program
 from tools.benchmarking import configuration, memory_trial, workloads
 
 _TRIAL = memory_trial.Trial(
@@ -34,14 +34,29 @@ def testTheSearchFindsTheLargest(least, most, largest):
   assert len(tried) <= 2 * most.bit_length() + 1
 
 
-def testAModelFitsOrNot(monkeypatch):
+@pytest.fixture
+def forked_trials(forks, monkeypatch):
+  """Lets trials share one import of TensorFlow."""
+
+  def RunModule(module, argument, timeout_seconds):
+    del module, timeout_seconds
+    # The allocator of oneDNN waits 10 s for memory.
+    environment = {'TF_ENABLE_ONEDNN_OPTS': '0'}
+    return forks.Run(memory_trial.__file__, argument, more_environment=environment)
+
+  monkeypatch.setattr(program, 'RunModule', RunModule)
+
+
+def testAModelFits():
   assert largest_model.NumParams(_TRIAL) == 16 * 64 * 2 + 16 + 12 * 64**2 + 13 * 64 + 2 * 64
+
+
+def testAModelDoesNotFit(forked_trials):
   wide = memory_trial.Trial(**{**json.loads(_TRIAL.ToJson()), 'dim': 1024, 'limit_mib': 32})
-  monkeypatch.setenv('TF_ENABLE_ONEDNN_OPTS', '0')  # Its allocator waits 10 s for memory.
   assert largest_model.NumParams(wide) is None  # The weights alone take 48 MiB.
 
 
-def testAnotherFailureIsReported():
+def testAnotherFailureIsReported(forked_trials):
   wrong = memory_trial.Trial(**{**json.loads(_TRIAL.ToJson()), 'remat_policy': 'x'})
   with pytest.raises(RuntimeError, match='remat_policy'):
     largest_model.NumParams(wrong)
@@ -49,8 +64,8 @@ def testAnotherFailureIsReported():
 
 def testTable1CountsAndPredicts(forks):
   models = 'lm.one_billion_wds.Transformer3,lm.one_billion_wds.Transformer13'
-  program = str(processes.ROOT / 'tools' / 'paper_memory.py')
-  done = forks.Run(program, f'--models={models}')
+  path = str(processes.ROOT / 'tools' / 'paper_memory.py')
+  done = forks.Run(path, f'--models={models}')
   lines = processes.Succeeded(done).stdout.splitlines()
   rows = [re.split(r'\s{1,}', line) for line in lines if line.startswith('lm.')]
   assert [row[4] for row in rows] == ['282,178,816', '785,761,536']
