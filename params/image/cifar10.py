@@ -53,9 +53,10 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
     """Few narrow cells, on noise instead of the data."""
     return {
       **super().Smoke(),
-      'task.num_cells': 2,
+      'task.num_cells': 1,
       'task.reduction_size': 4,
       'task.stem_filters': 4,
+      'task.aux_loss_weight': 0.0,
       'task.drop_path_keep_prob': 1.0,
       'task.stack.num_micro_batches': 2,
     }
