@@ -2,7 +2,8 @@
 """State of layers that follows sums over the mini-batch: BatchNorm in a pipeline.
 
 Gradients and moving averages equal the results of the same layers run one by one, for every cut,
-schedule and policy of re-materialisation; recomputation does not count twice.
+schedule and policy of re-materialisation; recomputation does not count twice. The layers also add
+auxiliary losses, so that one trace is the test of both; `aux_loss_test` has what is left of them.
 """
 
 import functools
@@ -33,7 +34,32 @@ _CASES = [
 _TRAINED = ('gamma', 'beta')
 
 
-class _Block(base_layer.BaseLayer):
+_METRICS = {
+  'loss',
+  'stack.layers[0].aux_loss',
+  'stack.layers[2].aux_loss',
+  'stack.layers[2].a.z',
+  'stack.layers[2].b.z',
+  'stack.layers[3].one',
+  'stack.layers[3].other',
+}
+
+
+class _MayAddLosses(base_layer.BaseLayer):
+  """The base of layers that add auxiliary losses if their Params say so."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('adds_losses', False, 'Whether to add auxiliary losses.')
+    return p
+
+  def _AddLoss(self, value, *coefficient_and_name):
+    if self.params.adds_losses:
+      fprop_context.Current().AddAuxLoss(self, value, *coefficient_and_name)
+
+
+class _Block(_MayAddLosses):
   """A projection and two BatchNorms below the layer of the stage; x stays in reach."""
 
   def __init__(self, params):
@@ -44,6 +70,7 @@ class _Block(base_layer.BaseLayer):
 
   def FProp(self, theta, x):
     h = self.b.FProp(theta.b, tf.matmul(self.a.FProp(theta.a, x), theta.w))
+    self._AddLoss(tf.reduce_mean((h - 0.2) ** 2) + tf.reduce_mean(theta.w**2), 2.0)
     return x + tf.tanh(h)
 
 
@@ -51,7 +78,37 @@ def _Norm(**params):
   return batch_norm.BatchNormLayer.Params().Set(dim=_DIM, **{'decay': 0.8, **params})
 
 
-class _CountsCalls(base_layer.BaseLayer):
+class _Penalty(_MayAddLosses):
+  """x -> x; adds a loss of it."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('coefficient', 1.0, 'Coefficient of the loss.')
+    return p
+
+  def FProp(self, theta, x):
+    self._AddLoss(tf.reduce_mean(tf.tanh(x - 1.0) ** 2), self.params.coefficient, 'z')
+    return x
+
+
+class _Middle(_MayAddLosses):
+  """A BatchNorm between two layers that add losses of one name; adds one of its input alone."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    penalty = _Penalty.Params().Set(adds_losses=self.params.adds_losses)
+    self.CreateChild('a', penalty.Copy().Set(coefficient=0.3))
+    self.CreateChild('norm', _Norm(decay=None))
+    self.CreateChild('b', penalty.Copy().Set(coefficient=3.0))
+
+  def FProp(self, theta, x):
+    self._AddLoss(tf.reduce_mean(tf.tanh(x) ** 3), 0.5)
+    x = self.norm.FProp(theta.norm, self.a.FProp(theta.a, x))
+    return self.b.FProp(theta.b, x)
+
+
+class _CountsCalls(_MayAddLosses):
   """Counts its examples: a repeated run would count twice."""
 
   def __init__(self, params):
@@ -62,15 +119,21 @@ class _CountsCalls(base_layer.BaseLayer):
 
   def FProp(self, theta, x):
     fprop_context.Current().AddSums(self, {'count': tf.cast(tf.shape(x)[0], tf.float32)})
-    return tf.tanh(tf.matmul(x, theta.w))
+    y = tf.tanh(tf.matmul(x, theta.w))
+    self._AddLoss(tf.reduce_mean(y**2), 0.1, 'one')
+    self._AddLoss(tf.reduce_mean((y - 0.2) ** 2) + tf.reduce_mean(theta.w**2), 0.7, 'other')
+    return y
 
   def StateFromSums(self, state, sums):
     return {'total': state.total + tf.cast(sums.count, state.total.dtype)}
 
 
-def _Sub():
+def _Sub(adds_losses=True):
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.8)
-  return [_Block.Params(), drop, _Norm(decay=None), _CountsCalls.Params()]
+  block, middle, last = (
+    layer.Params().Set(adds_losses=adds_losses) for layer in (_Block, _Middle, _CountsCalls)
+  )
+  return [block, drop, middle, last]
 
 
 _SPLITS = {1: [4], 2: [1, 4], 3: [1, 3, 4], 4: [1, 2, 3, 4]}
@@ -118,7 +181,9 @@ def _Check(*, num_micro_batches=3, **options):
   result = _Step(stack)
   expected, state = _Reference(num_micro_batches)
   stacks.CheckEqual(result, expected)
-  assert set(result[0]) == {'loss'}  # Sums for the state are nobody's metrics.
+  assert set(result[0]) == _METRICS  # Sums for the state are nobody's metrics.
+  # Each is averaged over the micro-batches by their weights, as the loss is.
+  assert len({round(float(pair[1]), 9) for pair in result[0].values()}) == 1
   _CheckState(stacks.State(stack), state)
   return stack
 
@@ -149,6 +214,14 @@ def testCompiledByXla(schedule, policy):
 def testSeveralStagesADevice():
   options = {'num_stages': 4, 'stages_per_device': 2, 'splits': _SPLITS[4]}
   _Check(num_micro_batches=4, schedule='interleaved_1f1b', **options)
+
+
+def testOneAuxiliaryLossChangesTheGradients():
+  """The tests above would notice a coefficient that is lost."""
+  (_, grads), _ = _Reference(3)
+  sub = [_Block.Params(), *_Sub()[1:]]
+  _, fewer_grads = stacks.Reference(sub, 3, (_X(),), stacks.ExampleWeights(_BATCH))
+  stacks.CheckAnyDiffers(grads, fewer_grads)
 
 
 def _CheckStateOfTheWholeMiniBatch(stack):
@@ -303,7 +376,8 @@ def testStatisticsAfterAConvolutionPartWithItsWeights():
 
 @pytest.mark.parametrize('in_function', [False, True])
 def testUnderAUsersTape(in_function):
-  stack = stacks.MakeStack(_Sub(), num_micro_batches=3, num_stages=2, splits=_SPLITS[2])
+  sub = _Sub(adds_losses=False)  # A user's tape cannot see them.
+  stack = stacks.MakeStack(sub, num_micro_batches=3, num_stages=2, splits=_SPLITS[2])
   stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
 
   def Step(x, step):

@@ -143,8 +143,8 @@ def _CheckWays(sub, ways, **options):
 
 
 def testOneSkipForSeveralStages():
-  # `except_last` has `stage` and `none`.
-  ways = [('gpipe', 'layer'), ('gpipe', 'except_last'), ('zb_h1', 'stage'), ('zb_h1', 'none')]
+  # `except_last` has `stage` and `none`; zero bubble without recomputation is among the XLA cases.
+  ways = [('gpipe', 'layer'), ('gpipe', 'except_last'), ('zb_h1', 'stage')]
   stack = _CheckWays(_FarSub(), ways, num_stages=4, splits=_FAR_SPLITS)
   stages = stack.engine.stages
   assert [s.exports for s in stages] == [('x',), (), (), ()]
@@ -222,8 +222,7 @@ def testASkipOfAnyStructure():
   [
     ([4], 'stage'),
     ([3, 4], 'none'),
-    ([2, 4], 'except_last'),
-    ([2, 4], 'none'),
+    ([2, 4], 'except_last'),  # It has `none` too.
     ([1, 2, 4], 'stage'),
     ([1, 2, 3, 4], 'except_last'),
   ],
@@ -272,9 +271,9 @@ def _TrainGraphs(stack, tmp_path):
   return graph_reader.ExecutedGraphs(lambda: step(*args), tmp_path)
 
 
-@pytest.mark.parametrize('pops', [1, 2])
-def testASkipIsSentOnceAndStraight(pops, tmp_path):
-  graphs = _TrainGraphs(_FarSkip(pops), tmp_path)
+def testASkipIsSentOnceAndStraight(tmp_path):
+  """Also if two layers of the last stage take it; the tests below have one."""
+  graphs = _TrainGraphs(_FarSkip(pops=2), tmp_path)
   ways = [('0F', 0, 1), ('0F', 0, 3), ('1F', 1, 2), ('2F', 2, 3)]
   ways += [('1B', 1, 0), ('2B', 2, 1), ('3B', 3, 0), ('3B', 3, 2)]
   assert graph_reader.Sends(graphs) == sorted((f'{a}{m}', i, j) for a, i, j in ways for m in (0, 1))
@@ -317,7 +316,7 @@ def testASkipIsFreedByTheForwardThatTakesItInEvaluation(tmp_path):
 # ---- the other entrances -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize('seed', [None, 0, 1])
+@pytest.mark.parametrize('seed', [None, 0])
 def testUnderAUsersTape(seed):
   sub, options = (_FarSub(), {'num_stages': 4, 'splits': _FAR_SPLITS})
   x = _X(4)
