@@ -85,9 +85,9 @@ def _CheckStep(stack, num_micro_batches, batch_size):
   'num_replicas, num_stages, num_micro_batches, batch_size, schedule',
   [
     (2, 2, 3, 13, 'gpipe'),
-    (2, 2, 2, 9, '1f1b'),
+    (2, 2, 2, 8, '1f1b'),
     (2, 2, 4, 5, '1f1b_fused'),  # The batch is too small: 3 micro-batches and 2.
-    (4, 1, 2, 10, 'gpipe'),
+    (4, 1, 2, 8, 'gpipe'),
     (3, 1, 2, 2, 'gpipe'),  # The last replica gets nothing.
     (2, 2, 3, 6, 'zb_h1'),
   ],
@@ -193,7 +193,7 @@ def testAnUnknownWayOfAddingIsNamed():
 def testReplicasShareTheTraces():
   traces = []
   for num_replicas in (1, 2):
-    stack = _Place(num_replicas, 8, num_stages=2, num_micro_batches=4 // num_replicas)
+    stack = _Place(num_replicas, 8, num_stages=2, num_micro_batches=2 // num_replicas)
     _Step(stack, 8)
     traces.append(stack.engine.functions.num_traces)
   assert traces[0] == traces[1]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lingvo_gpipe.pipeline.cost import partitioner
 
-_SETTINGS = hypothesis.settings(max_examples=250, deadline=None, derandomize=True)
+_SETTINGS = hypothesis.settings(max_examples=120, deadline=None, derandomize=True)
 
 
 def _Key(costs, ends, factor=1.0):
@@ -148,7 +148,7 @@ _SMALL = st.one_of(st.integers(0, 4), st.fractions(0, 3, max_denominator=3))
 @pytest.mark.parametrize('alike', [True, False])
 @pytest.mark.parametrize('with_rooms', [True, False])
 def testStagesWithDifferentCostsAndRoomsEqualBruteForce(alike, with_rooms):
-  @hypothesis.settings(_SETTINGS, max_examples=80)
+  @hypothesis.settings(_SETTINGS, max_examples=50)
   @hypothesis.given(_StagedProblems(alike))
   def Check(problem):
     costs, rooms = problem

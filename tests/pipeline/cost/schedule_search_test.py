@@ -14,7 +14,7 @@ _EQUAL = simulator.Costs(1)
 
 @pytest.fixture(autouse=True)
 def _fewMoves(monkeypatch):
-  monkeypatch.setattr(schedule_search, '_MAX_ACTIONS', 8_000)
+  monkeypatch.setattr(schedule_search, '_MAX_ACTIONS', 5_000)
 
 
 def _Named(num_stages, m, k, costs, limit, **options):

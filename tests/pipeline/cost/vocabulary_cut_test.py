@@ -53,14 +53,18 @@ def _Work(name, layers_per_block):
   return stage_work.FromForward(flops, [True] * len(flops))
 
 
-def _Step(work, ends, schedule):
-  """Returns (balance of the devices, time of the step)."""
+def _Balance(work, ends, schedule):
   busy = [0.0] * schedule.num_devices
   costs = stage_work.StageCosts(work, ends, schedule, 'stage')
   for device, cost in zip(schedule.stage_to_device, costs, strict=True):
     busy[device] += float(cost)
+  return sum(busy) / max(busy) / len(busy)
+
+
+def _Step(work, ends, schedule):
+  """Returns (balance of the devices, time of the step)."""
   result = simulator.Simulate(schedule, stage_work.SimulatorCosts(work, ends), remat_policy='stage')
-  return sum(busy) / max(busy) / len(busy), result.makespan
+  return _Balance(work, ends, schedule), result.makespan
 
 
 @functools.cache
@@ -82,7 +86,8 @@ def testModelsOfTodayAreBalanced(name, layers_per_block, num_devices):
   all_ends = [*ends[:-1], *range(ends[-1] - 1, ends[-1] + num_devices)]
   balance, time = _Step(with_slices, all_ends, schedule)
   _, of_shards = vocabulary_cut.Cut(work, None, schedule, 'stage', 128)
-  assert _Step(vocabulary_cut.WithSlices(work, of_shards), all_ends, schedule)[0] > 0.965 * balance
+  with_shards = vocabulary_cut.WithSlices(work, of_shards)
+  assert _Balance(with_shards, all_ends, schedule) > 0.965 * balance
   balance_of_one, _ = _StepOfOne(name, layers_per_block, num_devices)
   _, time_of_blocks = _StepOfOne(name, 1, num_devices)
   *balances, speed = _EXPECTED[name, layers_per_block][num_devices]
