@@ -118,10 +118,10 @@ def CheckEvaluation(case):
 
 # Few, and small, but with all features together; others may find what these do not.
 _SEEDS = (8, 16, 39, 136, 175, 204, 307, 396)
-_MIXED_SEEDS = (8, 204)
+_MIXED_SEEDS = (8,)
 _XLA_SEEDS = (39,)
-_TAPE_SEEDS = (16, 136)  # Without auxiliary losses, which a user's tape cannot see.
-_EVALUATION_SEEDS = (39, 396)
+_TAPE_SEEDS = (16,)  # Without auxiliary losses, which a user's tape cannot see.
+_EVALUATION_SEEDS = (396,)
 _MORE_SEEDS = range(*map(int, os.environ.get('RANDOM_STACKS', '0:0').split(':')))
 _FEATURES = {
   *random_stacks.SCHEDULES,
