@@ -541,11 +541,11 @@ def testWeightsAreReleasedWithTheStack():
 
 
 def testManyGradientsOfNarrowActivations():
-  """A sum of 256 equal numbers in bfloat16 is too small by a tenth."""
+  """A sum of 96 equal numbers of this size in bfloat16 is too large by 7 %."""
   stack = stacks.MakeStack(
-    [layers.FnLayer.Params()], num_micro_batches=256, dtype=tf.float32, fprop_dtype=tf.bfloat16
+    [layers.FnLayer.Params()], num_micro_batches=96, dtype=tf.float32, fprop_dtype=tf.bfloat16
   )
-  x = tf.ones([256, layers.DIM], tf.bfloat16)
+  x = tf.ones([96, layers.DIM], tf.bfloat16)
   stack.Place(stacks.Devices(), tf.TensorSpec(x.shape, x.dtype))
   with tf.GradientTape() as tape:
     loss = tf.reduce_mean(tf.cast(stack(x), tf.float32))
