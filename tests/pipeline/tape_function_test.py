@@ -193,19 +193,12 @@ def testASecondGradient(in_function):
     np.testing.assert_allclose(actual[path], g, atol=1e-11, err_msg=path)
 
 
-@pytest.mark.parametrize('batch, sizes', [(7, [2, 2, 2, 1]), (2, [1, 1])])
-def testBatchesThatDoNotDivide(batch, sizes):
-  args = _Inputs([batch])
-  stack = _Placed(args, 2, 4)
-  assert [len(piece) for piece in stack.SplitBatch(args[0])] == sizes
-  _CheckSame(_Run(stack, args), _Reference(args, 4))
-
-
-def testOtherBatchSizesThanPlacedFor():
-  stack = _Placed(_Inputs([6]), 2, 2)
-  for batch in (5, 1):
+def testBatchesThatDoNotDivideAndOtherSizesThanPlacedFor():
+  stack = _Placed(_Inputs([2]), 2, 4)
+  for batch, sizes in ((2, [1, 1]), (7, [2, 2, 2, 1])):
     args = _Inputs([batch])
-    _CheckSame(_Run(stack, args), _Reference(args, 2))
+    assert [len(piece) for piece in stack.SplitBatch(args[0])] == sizes
+    _CheckSame(_Run(stack, args), _Reference(args, 4))
 
 
 def testBatchAtDimensionOne():
