@@ -32,10 +32,10 @@ BATCH = {'token_ids': IDS, 'padding_mask': np.ones_like(IDS)}
 
 
 def _Case(name):
-  """Returns the case of that name, with a single block."""
+  """Returns the case of that name, with a single block and no dropout."""
   (case,) = (c for c in zoo.Cases() if c.name == name)
   *args, config = case.make.args
-  make = functools.partial(case.make.func, *args, {**config, 'num_layers': 1})
+  make = functools.partial(case.make.func, *args, {**config, 'num_layers': 1, 'dropout': 0.0})
   return dataclasses.replace(case, make=make)
 
 
@@ -45,7 +45,7 @@ def _Lora():
   return MODELS.GPT2CausalLM(backbone, preprocessor=None)
 
 
-@pytest.mark.parametrize('name', ['GPT-2, LoRA', 'Qwen 3 MoE', 'BERT'])
+@pytest.mark.parametrize('name', ['GPT-2, LoRA', 'Qwen 3 MoE'])
 def testPipelinesEqualKeras(name):
   small = Case(name, _Lora, length=6) if 'LoRA' in name else _Case(name)
   row = keras_models.Compare(small, stacks.Devices()[:2], xla=False)
@@ -53,7 +53,7 @@ def testPipelinesEqualKeras(name):
   assert not row.is_refused
 
 
-@pytest.mark.parametrize('name', ['Llama 2, tied', 'Qwen 3'])
+@pytest.mark.parametrize('name', ['Llama 2, tied', 'BERT'])
 def testFitEqualsKeras(name):
   case = _Case(name)
   model = keras_fits.Seeded(case.make)
@@ -80,13 +80,13 @@ def testAMetricOfKerasHubEqualsPlainKeras():
 
 
 def testADeepModelHasThreeKindsOfStages():
-  """Of 8 blocks in four stages: the first, two inner ones that are alike, and the last."""
-  backbone = MODELS.GPT2Backbone(**{**CONFIG, 'num_layers': 8})
+  """Of 4 blocks in four stages: the first, two inner ones that are alike, and the last."""
+  backbone = MODELS.GPT2Backbone(**{**CONFIG, 'num_layers': 4})
   model = MODELS.GPT2CausalLM(backbone, preprocessor=None)
   pipe = keras_fits.Pipe(model, 4, schedule='1f1b')
   _Compile(pipe).train_on_batch(BATCH, LABELS)
   engine = pipe.stack.engine
-  assert len(pipe.stack.layers) >= 8
+  assert len(pipe.stack.layers) >= 4
   assert len({s.structure for s in engine.stages}) == 3
   assert engine.functions.num_traces == 6  # Forward and backward of each.
 
@@ -253,7 +253,7 @@ def testThePreprocessorOfATaskRunsInFit():
   )
   pipe = keras_fits.Pipe(keras_fits.Seeded(_Classifier), 2, 2)
   data = tf.data.Dataset.from_tensor_slices(images).batch(4)
-  expected = pipe.model.predict(images, verbose=0)
+  expected = pipe.model(pipe.model.preprocessor(images))
   np.testing.assert_allclose(pipe.predict(data, verbose=0), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -31,8 +31,8 @@ def _Adam(**options):
   return OPTIMIZERS.Adam(0.01, epsilon=1e-3, **options)
 
 
-def _Mlp():
-  return keras_fits.Mlp(depth=3)
+def _Mlp(num_cells=3):
+  return keras_fits.Mlp(depth=num_cells - 1)
 
 
 def _UpdateTwice(optimizer, grads, variables, learning_rate):
@@ -47,9 +47,9 @@ DoublesSteps = type('DoublesSteps', (OPTIMIZERS.SGD,), {'_backend_update_step': 
 
 
 @functools.cache
-def _Plain(make_optimizer):
+def _Plain(make_optimizer, num_cells):
   """Returns the losses of some steps of plain Keras, and the weights after them."""
-  model = keras_fits.Seeded(_Mlp)
+  model = keras_fits.Seeded(lambda: _Mlp(num_cells))
   # A few steps take less time than to trace them.
   model.compile(optimizer=make_optimizer(), loss='mse', jit_compile=False, run_eagerly=True)
   return [model.train_on_batch(X, Y) for _ in range(NUM_STEPS)], model.get_weights()
@@ -68,8 +68,9 @@ def _Stack(model, num_replicas=1, **options):
 
 def _Check(optimizer, **options):
   """Checks losses and weights against plain Keras."""
-  losses, weights = _Plain(optimizer)
-  model = keras_fits.Seeded(_Mlp)
+  num_cells = max(3, options.get('num_stages', 2))
+  losses, weights = _Plain(optimizer, num_cells)
+  model = keras_fits.Seeded(lambda: _Mlp(num_cells))
   stack = _Stack(model, **options)
   step = keras_step.KerasStep(stack, optimizer())
   actual = [step((tf.constant(X),), tf.constant(Y))['loss'] for _ in range(NUM_STEPS)]
@@ -186,10 +187,11 @@ def testXlaCompilesTheUpdatesOfEachDevice(optimizer, num_compiled, monkeypatch):
   step = _Check(optimizer, num_micro_batches=1)
   graph = _Traced(step)
   assert len(_Compiled(graph)) == num_compiled
-  # The last batch of an epoch may be smaller, which does not change the weights.
-  assert _Compiled(_Traced(step, num_rows=2)) == _Compiled(graph)
   if num_compiled == 1:
     _CheckOrder(graph, 1)
+  if num_compiled < 2 or step.optimizer.use_ema:  # Others are compiled by the same lines.
+    # The last batch of an epoch may be smaller, which does not change the weights.
+    assert _Compiled(_Traced(step, num_rows=2)) == _Compiled(graph)
 
 
 def testOnCpusXlaCompilesNoUpdates():
@@ -298,13 +300,13 @@ def _Table(use='once', **options):
   return keras.Model(inputs, layers.Dense(3)(layers.Flatten()(x)))
 
 
-def _TrainedTable(optimizer, make, sizes=(5, 5, 5), **options):
+def _TrainedTable(optimizer, make, sizes=(4, 4, 4), **options):
   """Returns the weights of a model after some steps, in plain Keras if there are no options.
 
   Args:
     optimizer: makes the optimizer.
     make: makes the model.
-    sizes: numbers of examples of the steps; micro-batches are unequal.
+    sizes: numbers of examples of the steps; of an odd number, micro-batches are unequal.
     **options: arguments of the pipeline.
   """
   model = keras_fits.Seeded(make)
@@ -330,7 +332,7 @@ def _Using(use):
   return functools.partial(_Table, use)
 
 
-def _CheckTable(optimizer, make, sizes=(5, 5, 5), **options):
+def _CheckTable(optimizer, make, sizes=(4, 4, 4), **options):
   actual = _TrainedTable(optimizer, make, sizes, **options)
   _AssertClose(actual, _PlainTable(optimizer, make, sizes))
 
@@ -376,7 +378,8 @@ def testRowsThatRecurInBatchesOfSeveralSizes():
   ids=str,
 )
 def testEachUseOfATable(use, options):
-  _CheckTable(_Adam, _Using(use), **{'num_micro_batches': 2, **options})
+  sizes = 3 * (5 if use in ('twice', 'positions') else 4,)
+  _CheckTable(_Adam, _Using(use), sizes, **{'num_micro_batches': 2, **options})
 
 
 def _Regularised():
@@ -429,7 +432,7 @@ def testALayerWithMicroBatchesUnlikeTheBatchIsWarnedOf(layer, optimizer, num_mic
   make = functools.partial(_Begins, layer)
   _CheckTable(optimizer, make, num_micro_batches=num_micro_batches)
   assert 'layers[0]' not in caplog.text
-  _TrainedTable(_Adam, make, (5,), num_micro_batches=2)
+  _TrainedTable(_Adam, make, (4,), num_micro_batches=2)
   assert 'layers[0]' in caplog.text
 
 
@@ -452,7 +455,7 @@ def testOnlyRowsOfEqualIdsAreAddedOverMicroBatches():
 
   make = functools.partial(_Begins, _First)
   actual, expected = (
-    _TrainedTable(Clipped, make, num_micro_batches=2, sum_embedding_gradients=is_sum)
+    _TrainedTable(Clipped, make, (6, 6, 6), num_micro_batches=2, sum_embedding_gradients=is_sum)
     for is_sum in (False, True)
   )
   _AssertClose(actual, expected)
@@ -471,7 +474,7 @@ def testALayerThatCannotTakeTwiceTheExamplesIsTrained(caplog):
   pipe = keras_fits.Pipe(_Begins(_Small), num_micro_batches=2)
   pipe.compile(optimizer=_Adam(), loss='mse')
   before = pipe.get_weights()
-  pipe.train_on_batch(keras_fits.Integers(5, 5, 8), Y[:5])
+  pipe.train_on_batch(keras_fits.Integers(5, 6, 8), Y)
   assert np.any(pipe.get_weights()[0] != before[0])
   assert 'layers[0]' in caplog.text
 

@@ -81,7 +81,7 @@ def testHistoryAndWeightsEqualKeras():
         METRICS.OneHotMeanIoU(num_classes=3, name='iou'),
       ],
     },
-    [(3, 4)],
+    [(3, 2)],
     optimizer=_Adam,
     batch_size=6,
   )
@@ -143,7 +143,7 @@ def testSourcesOfData(make_data, options):
 @pytest.mark.parametrize(
   'options',
   [
-    {'validation_split': 0.3, 'batch_size': 5, 'class_weight': {0: 0.3, 1: 2.0, 2: 1.0}},
+    {'validation_split': 0.25, 'batch_size': 4, 'class_weight': {0: 0.3, 1: 2.0, 2: 1.0}},
     {
       'validation_data': (X[:7], Y[:7], np.abs(X[:7, 0])),
       'validation_batch_size': 4,
@@ -163,7 +163,7 @@ def testOptionsOfFit(options):
   if 'validation_data' in options:
     x, _, weights = options['validation_data']
     options = {**options, 'validation_data': (x, CLASSES[:7], weights)}
-  keras_fits.CheckFit(_Softmax, X, CLASSES, Compiled, **options)
+  keras_fits.CheckFit(_Softmax, X[:16], CLASSES[:16], Compiled, **options)
 
 
 def testSeveralStepsPerExecution():
@@ -202,6 +202,7 @@ def testEvaluateAndPredict():
   """Without training, and with a last batch of one row for four micro-batches."""
   model = keras_fits.Seeded(keras_fits.TwoOutputs)
   pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.TwoOutputs), 2, 4)
+  model.compile(run_eagerly=True)
   actual = pipe.predict(X[:9], batch_size=4, verbose=0)  # It has not been compiled.
   expected = model.predict(X[:9], batch_size=4, verbose=0)
   assert actual.keys() == expected.keys()
@@ -244,10 +245,12 @@ def testSavedModelsAreThePlainCompiledModel(tmp_path):
   for a, b in zip(model.optimizer.variables, pipe.optimizer.variables, strict=True):
     np.testing.assert_array_equal(a, b)
   expected = pipe.evaluate(x, y, verbose=0)
+  model.run_eagerly = True  # Tracing plain Keras takes longer than a batch.
   assert model.evaluate(x, y, verbose=0) == pytest.approx(expected, rel=1e-5)
+  model.run_eagerly = False
   # It continues on other stages as if it had not been interrupted.
   pipe.fit(x, y, batch_size=6, shuffle=False, verbose=0)
-  again = keras_fits.Pipe(model, 3, 3)
+  again = keras_fits.Pipe(model, 3, 2)
   again.fit(x, y, batch_size=6, shuffle=False, verbose=0)
   for a, b in zip(again.get_weights(), pipe.get_weights(), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -280,7 +283,7 @@ def testSetWeightsReachesTiedWeights():
 def testTrainableMayChange():
   pipe = _Made(num_stages=3, num_micro_batches=1)
   first, second, third = (x for x in pipe.model.layers if x.weights)
-  for frozen in ([first], [second, third], []):
+  for frozen in ([first], [second, third]):
     for layer in (first, second, third):
       layer.trainable = layer not in frozen
     pipe.compile(optimizer=_Adam(), **_Squares())
@@ -444,7 +447,7 @@ def testLoraOnQuantizedWeights():
   """`tools.keras_models` compares GPT-2."""
 
   def Make():
-    model = keras_fits.Mlp()
+    model = keras_fits.Mlp(depth=1)
     for layer in model.layers[1:]:
       layer.quantize('int8')
       layer.enable_lora(2)
@@ -522,8 +525,15 @@ class FirstIsFast(keras.optimizers.SGD):
     return super().apply_gradients([(first * 10.0, variable), *later])
 
 
-@pytest.mark.parametrize('clipped', [{}, {'global_clipnorm': 0.1}], ids=str)
-@pytest.mark.parametrize('optimizer', [FirstIsSlow, FirstIsFast])
+@pytest.mark.parametrize(
+  ('optimizer', 'clipped'),
+  [
+    (FirstIsSlow, {'global_clipnorm': 0.1}),
+    (FirstIsFast, {'global_clipnorm': 0.1}),
+    (FirstIsFast, {}),
+  ],
+  ids=str,
+)
 def testTheOptimizerGetsTheVariablesInKerassOrder(optimizer, clipped):
   """And before they are clipped."""
   model = keras_fits.Seeded(keras_fits.Mlp)

@@ -425,7 +425,7 @@ def testXlaComputesTheSameValues(Row):
     return [*values, *[tf.convert_to_tensor(g) for g in grads]]
 
   step = tf.constant(3, tf.int64)
-  plain = tf.function(Run, autograph=False)(layer.vars, flat, step)
+  plain = Run(layer.vars, flat, step)  # Once, so tracing would take longer.
   xla = tf.function(Run, autograph=False, jit_compile=True)(layer.vars, flat, step)
   for a, b in zip(plain, xla, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)

@@ -30,11 +30,11 @@ class _Block(layers.Layer):
 
 
 class _Encoder(layers.Layer):
-  """Two blocks, state that training changes, and sizes of each micro-batch."""
+  """Blocks, state that training changes, and sizes of each micro-batch."""
 
-  def __init__(self, **options):
+  def __init__(self, num_blocks, **options):
     super().__init__(**options)
-    self.blocks = [_Block(name='block_0'), _Block(name='block_1')]
+    self.blocks = [_Block(name=f'block_{i}') for i in range(num_blocks)]
     self.embedding, self.positions = layers.Embedding(9, 6), layers.Embedding(9, 6)
     self.norm = layers.BatchNormalization(momentum=0.5)
 
@@ -65,7 +65,7 @@ class _Subclassed(keras.Model):
   def __init__(self):
     super().__init__(name='model')
     self.out = layers.Dense(3)
-    self.encoder, self.decoder = _Encoder(name='encoder'), _Decoder(name='decoder')
+    self.encoder, self.decoder = _Encoder(2, name='encoder'), _Decoder(name='decoder')
 
   def call(self, inputs, training=None):
     ids, other = inputs
@@ -75,13 +75,14 @@ class _Subclassed(keras.Model):
 
 def _Functional():
   ids, other = keras.Input([5], dtype='int32'), keras.Input([4], dtype='int32')
-  context = _Encoder(name='encoder')(ids)
+  context = _Encoder(1, name='encoder')(ids)
   x = _Decoder(name='decoder')(other, context=context)
   return keras.Model([ids, other], layers.Dense(3)(x))
 
 
 @pytest.mark.parametrize('make', [_Subclassed, _Functional])
 def testALargeLayerIsCutInside(make):
+  """The subclassed model has two blocks, which share a normalisation, and the other has one."""
   def Make():
     model = make()
     model((IDS, OTHER))
