@@ -32,11 +32,11 @@ BATCH = {'token_ids': IDS, 'padding_mask': np.ones_like(IDS)}
 
 
 def _Case(name):
-  """Returns the case of that name, with a single block and no dropout."""
+  """Returns the case of that name, with a single block, six tokens and no dropout."""
   (case,) = (c for c in zoo.Cases() if c.name == name)
   *args, config = case.make.args
   make = functools.partial(case.make.func, *args, {**config, 'num_layers': 1, 'dropout': 0.0})
-  return dataclasses.replace(case, make=make)
+  return dataclasses.replace(case, make=make, length=6)
 
 
 def _Lora():
@@ -252,7 +252,7 @@ def testThePreprocessorOfATaskRunsInFit():
     _Classifier, images, classes, Compiled, ((2, 1),), bound=1e-4, batch_size=3, epochs=1
   )
   pipe = keras_fits.Pipe(keras_fits.Seeded(_Classifier), 2, 2)
-  data = tf.data.Dataset.from_tensor_slices(images).batch(4)
+  data = tf.data.Dataset.from_tensor_slices(images).batch(2)
   expected = pipe.model(pipe.model.preprocessor(images))
   np.testing.assert_allclose(pipe.predict(data, verbose=0), expected, rtol=1e-4, atol=1e-5)
 
