@@ -15,6 +15,7 @@ from tests.toys import keras_fits
 
 IDS, TARGETS = keras_fits.Integers(8, 8, 4), keras_fits.Floats(8, 4, 3)
 COMPILED = {'loss': 'mse'}.copy
+TWO_STEPS = {'batch_size': 4, 'epochs': 1}
 
 
 class _Model(keras.Model):
@@ -88,7 +89,7 @@ def _LongVector(model, x, ids):
 
 @pytest.mark.parametrize('function', [_TensorFlow, _Operators, _Shapes, _LongVector])
 def testFunctionsAndOperatorsAreTrained(function):
-  keras_fits.CheckFit(lambda: _Model(function), IDS, TARGETS, COMPILED, ((3, 2),), batch_size=4)
+  keras_fits.CheckFit(lambda: _Model(function), IDS, TARGETS, COMPILED, ((3, 2),), **TWO_STEPS)
 
 
 def testSizesAreThoseOfEachMicroBatch():
@@ -124,7 +125,7 @@ def testACallThatIsATfFunctionIsTraced():
     model(IDS)  # Keras would use the trace by which `fit` makes the weights, without gradients.
     return model
 
-  keras_fits.CheckFit(Make, IDS, TARGETS, COMPILED, ((2, 2),), batch_size=4)
+  keras_fits.CheckFit(Make, IDS, TARGETS, COMPILED, ((2, 2),), **TWO_STEPS)
 
 
 @pytest.mark.parametrize(

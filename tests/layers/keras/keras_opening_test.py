@@ -73,6 +73,13 @@ class _Subclassed(keras.Model):
     return self.out(self.decoder(other, context=context))
 
 
+def _Called():
+  """Returns a subclassed model with its weights, which its first call makes."""
+  model = _Subclassed()
+  model((IDS, OTHER))
+  return model
+
+
 def _Functional():
   ids, other = keras.Input([5], dtype='int32'), keras.Input([4], dtype='int32')
   context = _Encoder(1, name='encoder')(ids)
@@ -80,19 +87,15 @@ def _Functional():
   return keras.Model([ids, other], layers.Dense(3)(x))
 
 
-@pytest.mark.parametrize('make', [_Subclassed, _Functional])
+@pytest.mark.parametrize('make', [_Called, _Functional])
 def testALargeLayerIsCutInside(make):
   """The subclassed model has two blocks, which share a normalisation, and the other has one."""
-  def Make():
-    model = make()
-    model((IDS, OTHER))
-    return model
-
-  graph = keras_graph.FromModel(Make(), (IDS, OTHER))
+  plain = keras_fits.Seeded(make)
+  graph = keras_graph.FromModel(plain, (IDS, OTHER))
   assert len(keras_cells.Cut(graph)) == 3  # So four stages need open layers.
   options = {'batch_size': 8, 'epochs': 1}
-  expected = keras_fits.Fit(keras_fits.Seeded(Make), (IDS, OTHER), TARGETS, COMPILED, **options)
-  pipe = keras_fits.Pipe(keras_fits.Seeded(Make), 4)
+  expected = keras_fits.Fit(plain, (IDS, OTHER), TARGETS, COMPILED, **options)
+  pipe = keras_fits.Pipe(keras_fits.Seeded(make), 4)
   actual = keras_fits.Fit(pipe, (IDS, OTHER), TARGETS, COMPILED, **options)
   keras_fits.CheckEqual(actual, expected)
   assert not pipe._placed.graph.closed and len(pipe._placed.cells) >= 8

@@ -16,6 +16,7 @@ from tests.toys import keras_fits
 IDS, TARGETS = keras_fits.Integers(9, 8, 4), keras_fits.Floats(8, 4, 3)
 X, Y = keras_fits.Floats(8, 5), keras_fits.Floats(8, 3, seed=1)
 COMPILED = {'loss': 'mse'}.copy
+TWO_STEPS = {'batch_size': 4, 'epochs': 1}
 
 
 class _Glue(keras.Model):
@@ -47,7 +48,7 @@ class _Glue(keras.Model):
 
 def testWeightsAndConstantsOutsideLayersAreTrained():
   """All weights: some have a gradient only by way of operations that no input reaches."""
-  keras_fits.CheckFit(lambda: _Made(_Glue, IDS), IDS, TARGETS, COMPILED, ((3, 2),), batch_size=4)
+  keras_fits.CheckFit(lambda: _Made(_Glue, IDS), IDS, TARGETS, COMPILED, ((3, 2),), **TWO_STEPS)
 
 
 def _Made(cls, x):
@@ -71,7 +72,7 @@ class _Masked(keras.Model):
 
 def testMasksAreTraced():
   ids = keras_fits.PaddedIds(8, 4)
-  keras_fits.CheckFit(lambda: _Made(_Masked, ids), ids, TARGETS, COMPILED, ((2, 2),), batch_size=4)
+  keras_fits.CheckFit(lambda: _Made(_Masked, ids), ids, TARGETS, COMPILED, ((2, 2),), **TWO_STEPS)
 
 
 class _Counter(layers.Layer):
@@ -106,7 +107,7 @@ class _Effects(keras.Model):
 
 def testCallsHaveTheirEffectsInOrder():
   make = lambda: _Made(_Effects, X)  # noqa: E731
-  keras_fits.CheckFit(make, X, Y, COMPILED, ((2, 1),), batch_size=4)
+  keras_fits.CheckFit(make, X, Y, COMPILED, ((2, 1),), **TWO_STEPS)
 
 
 class _Slice(keras.Model):
@@ -180,7 +181,7 @@ class _ChainWithMode(_Chain):
 def testLayersHaveTheModesOfKeras(cls):
   """A mode that one layer is asked for is the mode of the next ones, too, in Keras."""
   rng = random.Random(5)
-  for _ in range(12):
+  for _ in range(8):
     calls = []
     for _ in range(6):
       layer = rng.choice([_Seen, lambda: _Wrapped(None), lambda: _Wrapped(rng.random() < 0.5)])()
@@ -228,7 +229,7 @@ class _Frozen(_Normalised):
 
 @pytest.mark.parametrize('cls', [_WithoutMode, _WithMode, _Frozen])
 def testNormalisationTrainsAsInKeras(cls):
-  keras_fits.CheckFit(lambda: _Made(cls, X), X, Y, COMPILED, ((2, 1),), batch_size=4)
+  keras_fits.CheckFit(lambda: _Made(cls, X), X, Y, COMPILED, ((2, 1),), **TWO_STEPS)
 
 
 class _Inverse(_Normalised):
