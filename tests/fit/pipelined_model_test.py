@@ -521,7 +521,7 @@ class FirstIsFast(keras.optimizers.SGD):
     (FirstIsFast, {'global_clipnorm': 0.1}),
     (FirstIsFast, {}),
   ],
-  ids=str,
+  ids=['slow', 'fast', 'fast, not clipped'],
 )
 def testTheOptimizerGetsTheVariablesInKerassOrder(optimizer, clipped):
   """And before they are clipped."""
