@@ -159,7 +159,7 @@ class BaseInputGenerator:
     The default traces `_Examples`. Override it if the shapes follow from the params, so that a
     model can be inspected without the data.
     """
-    return self._traced_spec
+    return self._traced_spec.copy()  # A subclass may change it.
 
   @functools.cached_property
   def _traced_spec(self) -> nested_map.NestedMap:
