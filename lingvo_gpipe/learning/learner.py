@@ -236,10 +236,10 @@ class Learner:
         f'bprop_variable_filter {p.bprop_variable_filter!r}, '
         f'exclusion {p.bprop_variable_exclusion!r}'
       )
+    # One function for all traces of a step (one for each shape of a batch) is compiled once.
+    compiled = functools.partial(tf.function, autograph=False, jit_compile=True)
+    wrap = compiled if is_compiled else lambda function: function
     for part in self._parts:
-      # One function for all traces of a step (one for each shape of a batch) is compiled once.
-      compiled = functools.partial(tf.function, autograph=False, jit_compile=True)
-      wrap = compiled if is_compiled else lambda function: function
       self._squares.append(wrap(functools.partial(_SumOfSquares, part)))
       self._updates.append(wrap(functools.partial(self._UpdatePart, part)))
 
