@@ -172,14 +172,11 @@ def testASignalBeforeTheFirstStepIsReported(tmp_path, capsys):
 
 def testARestartFromAnEarlierCheckpointRepeatsNoLogLine(straight, tmp_path):
   """A kill leaves log lines of steps after the last checkpoint."""
-  shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
-  for path in (tmp_path / 'train').glob('ckpt-*'):
-    if int(path.name[5:13]) > 12:
-      path.unlink() if path.is_file() else shutil.rmtree(path)
-  with (tmp_path / 'metrics.jsonl').open('a') as f:
+  logdir = processes.CopyAsKilled(straight, tmp_path / 'killed', 12)
+  with (logdir / 'metrics.jsonl').open('a') as f:
     f.write('{"step": 99')
-  _Train(tmp_path, _Params())
-  assert _Lines(tmp_path) == _Lines(straight)
+  _Train(logdir, _Params())
+  assert _Lines(logdir) == _Lines(straight)
 
 
 def testALogDirectoryThatIsNotALocalPath(straight, tmp_path, monkeypatch):
