@@ -65,7 +65,7 @@ class Trial:
       _WarnOfDependence(layer, layer.params.cell.name, 'computes')
     elif any(map(_LayersWithMode, self._layers)):
       repeated = [*batches, batches[0]]  # Unequal to the first if random numbers differ.
-      outputs, _ = self._Run(self._layers, repeated, steps=[0, 0, 0], do_eval=False)
+      outputs, _ = self._Run(self._layers, repeated, do_eval=False)
       layer = self._FirstDependent(outputs)
       if layer and _IsEqual(outputs[-1][0], outputs[-1][2]):
         names = _LayersWithMode(layer) or layer.params.cell.name
@@ -112,7 +112,7 @@ class Trial:
     layers: _Layers,
     batches: Sequence[Sequence[int]],
     *,
-    steps: Sequence[int] = (0, 0),
+    steps: Sequence[int] = (),
     do_eval: bool = True,
   ) -> tuple[list[list[Any]], dict[Any, list[float]]]:
     """Runs cells on several batches.
@@ -120,13 +120,13 @@ class Trial:
     Args:
       layers: the cells.
       batches: for each batch the indices of its examples.
-      steps: for each batch a number that seeds its random numbers.
+      steps: for each batch a number that seeds its random numbers; default: 0 for all.
       do_eval: whether the cells compute as in evaluation.
 
     Returns:
       For each cell its outputs by batch; and {cell: the loss that it adds by batch}.
     """
-    counters = map(fprop_context.StepCounter, steps)
+    counters = map(fprop_context.StepCounter, steps or [0] * len(batches))
     contexts = [fprop_context.FPropContext(do_eval, counter) for counter in counters]
     outputs: list[list[Any]] = []
 
