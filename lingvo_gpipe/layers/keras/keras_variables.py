@@ -205,13 +205,19 @@ def ForgetFunctions(model: Any, but: type) -> None:
     but: the class of models that make their functions again by themselves.
   """
   variables = {id(v) for v in model.variables}
-  for other in [x for x in gc.get_objects() if issubclass(type(x), keras.Model)]:
+  # Each object refers to its class.
+  objects = gc.get_referrers(*_WithSubclasses(keras.Model))
+  for other in [x for x in objects if issubclass(type(x), keras.Model)]:
     is_made = hasattr(other, '_tracker') and not isinstance(other, but)
     if not is_made or variables.isdisjoint(map(id, other.variables)):
       continue
     for name in ('train_function', 'test_function', 'predict_function', 'generate_function'):
       if vars(other).get(name) is not None:
         setattr(other, name, None)
+
+
+def _WithSubclasses(cls: type) -> set[type]:
+  return {cls}.union(*map(_WithSubclasses, cls.__subclasses__()))
 
 
 def Inner(optimizer: Any) -> Any:
