@@ -68,7 +68,7 @@ def _Serve() -> int:
       threads_per_device=FLAGS.threads_per_device,
       logical_devices_per_gpu=FLAGS.logical_devices_per_gpu,
       gpu_memory=FLAGS.gpu_memory,
-      more_facts={} if FLAGS.local else {worker_restart.FACT: worker_restart.RestartOnRequest()},
+      more_facts={} if FLAGS.local else worker_restart.RestartOnRequest(),
     )
   place = 'all interfaces of this machine'
   if FLAGS.local or FLAGS.local_only:

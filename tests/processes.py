@@ -92,6 +92,7 @@ _FAST_TRACING = pathlib.Path(__file__).with_name('fast_tracing.py')
 _FORKS = """
 import gc, importlib, json, os, random, runpy, signal, sys
 from lingvo_gpipe import evaluator, trainer, worker
+import tensorboard.summary  # TensorFlow imports it for the first summary.
 for name in sys.argv[2:]:
   importlib.import_module(name)
 fast_tracing = runpy.run_path(sys.argv[1])

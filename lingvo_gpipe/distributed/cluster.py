@@ -17,6 +17,7 @@ from lingvo_gpipe.distributed import (
   cluster_spec,
   native_output,
   worker_connection,
+  worker_restart,
 )
 
 PLATFORMS = ('auto', 'cpu', 'gpu', 'tpu')
@@ -196,6 +197,7 @@ class Cluster:
       answers = worker_connection.AwaitWorkers(spec.workers, timeout_seconds)
     tf.config.set_visible_devices([], 'GPU')  # The GPUs of this host belong to its worker.
     facts = worker_connection.Connect(spec, answers)
+    worker_restart.MarkUse(facts)
     accelerators.worker_problems.clear()
     for index, worker_facts in facts.items():
       if accelerators.XLA_FACT in worker_facts:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restarts workers before a training process uses them.
+"""Restarts workers before a training process uses them, if another process used them before.
 
-The previous training process may leave harmful state in a worker: GPU memory, which TensorFlow
-frees only after ten minutes, and collective operations of replicas, which never work again in a
-process in which one was aborted. Without GPUs and replicas, a restart would only cost seconds.
+The previous process may leave harmful state in a worker: GPU memory, which TensorFlow frees only
+after ten minutes, and collective operations of replicas, which never work again in a process in
+which one was aborted. Without GPUs and replicas, a restart would only cost seconds.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.distributed import cluster_spec, local_workers, worker_connection
 
-# Key of a worker's facts: the file descriptor at which it waits for a request to restart. The
-# trainer runs TensorFlow's operation that writes a file on the worker, with the path of this
-# descriptor in /proc/self/fd.
-FACT = 'restart_descriptor'
+# Keys of a worker's facts. They are file descriptors of the worker: of a pipe at which it waits for
+# a request to restart, and of a file in memory, which is empty until a process uses the worker.
+# TensorFlow's operations on files, executed by the worker, open them through /proc/self/fd.
+_REQUEST, _USE = 'restart_descriptor', 'use_descriptor'
 
 # Time limits in seconds: for finding the workers that answer, and for everything.
 _ASK_SECONDS, _SECONDS = 5.0, 60.0
 
 
-def RestartOnRequest() -> int:
+def RestartOnRequest() -> dict[str, int]:
   """Starts a thread that restarts this process, a `worker`, on request.
 
   It replaces the program and keeps the process id. A fork would not do: GPUs do not work in a fork
   of a process that has initialised them.
 
   Returns:
-    The file descriptor at which the thread waits for a request.
+    Facts that the worker publishes for `RestartWorkers` and `MarkUse`.
   """
   read, written = os.pipe()
 
@@ -51,11 +52,36 @@ def RestartOnRequest() -> int:
     os.execve(sys.executable, *local_workers.WorkerCommand(sys.argv[1:]))
 
   threading.Thread(target=Wait, name='restart on request', daemon=True).start()
-  return written
+  facts = {_REQUEST: written}
+  if hasattr(os, 'memfd_create'):  # Without it, a worker publishes no facts.
+    facts[_USE] = os.memfd_create('lingvo_gpipe_use')
+  return facts
+
+
+def MarkUse(facts: Mapping[int, Mapping[str, Any]]) -> None:
+  """Tells workers that this process uses them, so that they restart before another one does.
+
+  Args:
+    facts: {task index: facts of the worker}, from `worker_connection.Connect`.
+  """
+  for index, worker_facts in facts.items():
+    if _USE in worker_facts:
+      with tf.device(worker_connection.Host(index)):
+        tf.io.write_file(_Path(worker_facts[_USE]), 'used')
+
+
+def _IsUsed(index: int, facts: Mapping[str, Any]) -> bool:
+  """Whether a process has used a worker since the worker started."""
+  with tf.device(worker_connection.Host(index)):
+    return _USE in facts and bool(tf.io.read_file(_Path(facts[_USE])).numpy())
+
+
+def _Path(descriptor: int) -> str:
+  return f'/proc/self/fd/{descriptor}'
 
 
 def RestartWorkers(spec: cluster_spec.ClusterSpec, num_replicas: int) -> None:
-  """Restarts the workers that answer and support it; returns when they serve again.
+  """Restarts the workers that answer and were used; returns when they serve again.
 
   Call it before this process uses TensorFlow. A fork connects to the workers, because a process
   cannot use TensorFlow any more after a worker that it was connected to has ended.
@@ -95,11 +121,11 @@ def _RequestRestart(spec: cluster_spec.ClusterSpec, num_replicas: int) -> None:
   tf.config.set_visible_devices([], 'GPU')  # The GPUs of this host belong to its worker.
   restarting = []
   for index, facts in worker_connection.Connect(spec, answers).items():
-    if FACT in facts:
+    if _IsUsed(index, facts):
       restarting.append(spec.workers[index])
       try:
         with tf.device(worker_connection.Host(index)):
-          tf.io.write_file(f'/proc/self/fd/{facts[FACT]}', 'restart')
+          tf.io.write_file(_Path(facts[_REQUEST]), 'restart')
       except tf.errors.OpError:
         pass  # The worker restarted before it could answer.
   while restarting:

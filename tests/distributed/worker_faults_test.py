@@ -445,7 +445,14 @@ def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims,
   rng = random.Random(5)
   logdir, ports = tmp_path / 'killed', worker_processes.FreePorts(2)
   hosts = _Hosts(tmp_path, ports)
-  workers = [_StartWorker(forks, hosts, index) for index in range(2)]
+  workers, logs = {}, []
+
+  def StartWorker(index):
+    workers[index] = _StartWorker(forks, hosts, index)
+    logs.append(forks._outputs['stderr'])
+
+  for index in range(2):
+    StartWorker(index)
   flags = [*_Args(logdir, 10**6, more), f'--cluster={hosts}', *args]
   trainer = forks.Start('trainer', *flags, cwd=project, is_waited_for=False)
   stderr = forks._outputs['stderr']
@@ -465,19 +472,22 @@ def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims,
       time.sleep(rng.uniform(0.0, 0.2))
       # There is no child for a moment if the checkpoint was written just before the last failure.
       (child,) = worker_processes.Await('child', lambda: worker_processes.Children(trainer))
-      os.kill([*workers, child][victim], signal.SIGKILL)
+      os.kill([*workers.values(), child][victim], signal.SIGKILL)
       if victim < 2:
         worker_processes.AwaitFree(ports[victim])
-        workers[victim] = _StartWorker(forks, hosts, victim)
+        StartWorker(victim)
     os.kill(trainer, signal.SIGTERM)
     worker_processes.AwaitEnd([trainer])
+    # Only the worker of replicas that the previous training process has used restarts.
+    restarts = [log.read_text().count('restarting this worker') for log in logs]
+    assert restarts == [int(bool(way) and i < 2 and i not in victims) for i in range(len(logs))]
     assert re.search('data: .*, read by worker 0', stderr.read_text())
     added = re.findall(r' Gradients are added over 2 replicas by (\w+)\.\n', stderr.read_text())
     assert added == ([way] * (len(victims) + 1) if way else [])
     report = json.loads((logdir / 'report.json').read_text())
     assert sum(report['failures'].values()) >= len(victims)
   finally:
-    for pid in [*workers, trainer]:
+    for pid in [*workers.values(), trainer]:
       os.kill(pid, signal.SIGKILL)
   _AssertAsUndisturbed(forks, project, tmp_path, logdir, more, *args)
 
