@@ -28,6 +28,33 @@ _MAX_STAGES = 4
 _KEYS = registry.ListKeys(('params',))
 
 
+# Numbers of layers and sizes of layers, the cut, and what acts only in training or is data.
+_ONLY_IN_SIZE = re.compile(
+  r'^(task\.(num_layers|num_cells|reduction_size|hidden_dim|num_heads'
+  r'|stack\.(num_stages|num_micro_batches|remat_policy)'
+  r'|(train|eval)\.[\w.]+|.*params_init)|input\.[\w.]+) : .*\n',
+  re.MULTILINE,
+)
+
+
+@functools.cache
+def _DeepestOfEachKind(packages):
+  """Returns of experiments that differ `_ONLY_IN_SIZE` those with the most layers.
+
+  The tests of tests/params instantiate the layers of each size.
+  """
+  deepest = {}
+  for key in registry.ListKeys(packages):
+    if 'Train' in registry.GetClass(key, packages).DatasetNames():
+      p = registry.GetParams(key, 'Train', packages).Set(model='')
+      depths = [
+        int(n) for n in re.findall(r'^task\.num_(?:layers|cells) : (\d+)$', p.ToText(), re.M)
+      ]
+      kind = _ONLY_IN_SIZE.sub('', p.ToText())
+      deepest[kind] = max(deepest.get(kind, ([], '')), (depths, key))
+  return {key for _, key in deepest.values()}
+
+
 def _Smoke(key, packages):
   return registry.GetClass(key, packages)().Smoke()
 
@@ -75,12 +102,15 @@ def _CheckParams(key, packages=('params',)):
 
 def _CheckSize(key, packages=('params',)):
   """Checks that it instantiates without allocating, and that Smoke() makes a large one small."""
-  _, num_params, num_stages = _Instantiate(registry.GetParams(key, 'Train', packages))
-  is_large = num_params > _MAX_PARAMS or num_stages > _MAX_STAGES
-  size = f'{num_params:,} parameters in {num_stages} stages'
-  assert not (is_large and _Smoke(key, packages) is None), (
-    f'{key} is large ({size}) and has no Smoke(): return overrides with which it runs in seconds'
-  )
+  if _Smoke(key, packages) is None:
+    _, num_params, num_stages = _Instantiate(registry.GetParams(key, 'Train', packages))
+    assert num_params <= _MAX_PARAMS and num_stages <= _MAX_STAGES, (
+      f'{key} is large ({num_params:,} parameters in {num_stages} stages) and has no Smoke(): '
+      'return overrides with which it runs in seconds'
+    )
+    return
+  if key in _DeepestOfEachKind(packages):
+    _Instantiate(registry.GetParams(key, 'Train', packages))
   _, num_params, num_stages = _Instantiate(_SmokeParams(key, 'Train', packages))
   assert num_params <= _MAX_PARAMS and num_stages <= _MAX_STAGES, (
     f'{key}.Smoke() leaves {num_params:,} parameters in {num_stages} stages; '
@@ -119,17 +149,20 @@ def testSize(key):
 
 
 # Differences that do not change the code of a step. Tests of the engine, of stateful layers and of
-# the tasks prove that no cut, M or recomputation changes a result.
+# the tasks prove that no cut, M or recomputation changes a result; `testDataFitTheTask` looks at
+# the sizes that data and task share.
 _ONLY_IN_NUMBERS = re.compile(
   r'^task\.(stack\.(num_stages|num_micro_batches|remat_policy)'
-  r'|.*(max_steps|total_steps|params_init|learning_rate)) : .*\n'
-  r'|(?<=dropout_prob : )0\.\d*[1-9]\d*',
+  r'|.*(max_steps|_steps|params_init|learning_rate)) : .*\n'
+  r'|^(task|input)\.(image_size|num_channels|num_classes) : .*\n'
+  r'|(?<=dropout_prob : )0\.\d*[1-9]\d*|(?<=drop_path_keep_prob : )0\.\d+',
   re.MULTILINE,
 )
 # What noise takes the place of: no code reads these settings then. Noise is of one language.
 _ONLY_IN_DATA = re.compile(
   r'^input\.(datasets|languages|vocab_filepath|sampling_temperature) : .*\n', re.MULTILINE
 )
+_FOR_ANY_TASK = ('input.', 'task.train.learner.optimizer.')
 _IS_NOISE = re.compile(r'^input\.num_fake_examples : [1-9]', re.MULTILINE)
 
 
@@ -140,13 +173,19 @@ def _TaskClasses(key):
 
 @functools.cache
 def _Settings():
-  """Returns {key: each value of each parameter that changes a step, with the tasks}."""
+  """Returns {key: each value of each parameter that changes a step, with the tasks}.
+
+  Those of data and optimizers are without the tasks: they do not see each other.
+  """
   settings = {}
   for key in _KEYS:
     text = _ONLY_IN_NUMBERS.sub('', _SmokeParams(key, 'Train').Set(model='').ToText())
     if _IS_NOISE.search(text):
       text = _ONLY_IN_DATA.sub('', text)
-    settings[key] = {(_TaskClasses(key), line) for line in text.splitlines()}
+    settings[key] = {
+      (None if line.startswith(_FOR_ANY_TASK) else _TaskClasses(key), line)
+      for line in text.splitlines()
+    }
   return settings
 
 
@@ -189,6 +228,15 @@ def testDocstringsHaveTheCommandAndTheMeasuredResult(key):
 def testTakesTrainingSteps(key):
   if key in _KeysThatTakeSteps():
     _CheckTraining(key)
+
+
+@pytest.mark.parametrize('key', _KEYS)
+def testDataFitTheTask(key):
+  for p in (registry.GetParams(key, 'Train'), _SmokeParams(key, 'Train')):
+    for name, task in model_lib.FindTaskParams(p).items():
+      data = p.input if name == 'task' else p.input.Get(name.removeprefix('task_params.'))
+      for size in {'image_size', 'num_channels', 'num_classes', 'vocab_size'} & {*data.GetKeys()}:
+        assert task.Get(size) == data.Get(size), f'{key}: {size}'
 
 
 def testEverySettingOfEveryTaskTakesSteps():

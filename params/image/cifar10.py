@@ -57,7 +57,6 @@ class AmoebaNet(tfds_experiment.TfdsExperiment):
       'task.reduction_size': 4,
       'task.stem_filters': 4,
       'task.aux_loss_weight': 0.0,
-      'task.drop_path_keep_prob': 1.0,
       'task.stack.num_micro_batches': 2,
     }
 

@@ -83,9 +83,11 @@ def testATinyBenchmarkRuns(forks, tmp_path):
 def measure(capsys, monkeypatch):
   """Returns a function that returns what a process of the benchmark prints for a configuration.
 
-  It runs in this process, in which TensorFlow traces faster.
+  It runs in this process, in which TensorFlow traces faster. Long graphs, which call an action many
+  times, are in `testATinyBenchmarkRuns`.
   """
   cores = os.sched_getaffinity(0)
+  monkeypatch.setattr(standalone, '_SECONDS', 1e-3)
 
   def Measure(config):
     monkeypatch.setattr(sys, 'argv', ['worker', config.ToJson()])
