@@ -2,6 +2,7 @@
 """Workers read the data of their stages: equal bits, and none of it comes from the trainer."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -399,30 +400,39 @@ _READ = 'data: SyntheticRegressionInput, read by worker 0'
 
 
 def testTheLastBatchAndThePositionEqualTheTrainers(forks, hosts, project, tmp_path):
-  """One step on two stages, then on two replicas to the end, which is within a batch.
+  """One step on two stages of workers, then on two replicas to the end, which is within a batch.
 
-  This holds for evaluations as well, after each step and by the evaluator.
+  This holds for evaluations as well, after each step and by the evaluator. The trainer continues a
+  copy of the first step.
   """
+
+  def Args(name, max_steps, num_replicas, *more):
+    overrides = 'input.num_epochs:1;input.num_examples:30;task.stack.xla:False'
+    overrides += ';task.train.learner.num_accumulated_mini_batches:2'
+    overrides += ";task.train.eval_datasets:['Train'];task.train.eval_interval_steps:1"
+    if num_replicas > 1:
+      overrides += ';task.stack.num_stages:1;task.stack.splits:[]'
+    return [
+      *processes.ToyArgs(tmp_path / name, max_steps, overrides),
+      f'--num_replicas={num_replicas}', *more,
+    ]  # fmt: skip
+
+  def Train(args):
+    done = processes.Succeeded(forks.Run('trainer', '--job=train_and_eval', *args, cwd=project))
+    assert 'End of sequence' not in done.stderr
+    # Lines of training and of all evaluations.
+    assert done.stderr.count(_READ) == (2 if of_workers in args else 0)
+    return done.stdout
+
+  of_workers = f'--cluster={hosts}'
+  Train(Args('workers', 1, 1, of_workers))
+  shutil.copytree(tmp_path / 'workers', tmp_path / 'trainer')
   ended = {}
-  for name, more in (('trainer', []), ('workers', [f'--cluster={hosts}'])):
-    for max_steps, overrides, replicas in (
-      (1, '', 1),
-      (9, 'task.stack.num_stages:1;task.stack.splits:[]', 2),
-    ):
-      data = 'input.num_epochs:1;input.num_examples:30'
-      data += ';task.train.learner.num_accumulated_mini_batches:2'
-      data += ";task.train.eval_datasets:['Train'];task.train.eval_interval_steps:1"
-      overrides = f'{data};task.stack.xla:False;{overrides}'
-      args = [
-        '--model=toy.Toy', f'--logdir={tmp_path / name}', f'--max_steps={max_steps}',
-        f'--model_params_override={overrides}', f'--num_replicas={replicas}', *more,
-      ]  # fmt: skip
-      done = processes.Succeeded(forks.Run('trainer', '--job=train_and_eval', *args, cwd=project))
-      assert 'End of sequence' not in done.stderr
-      # Lines of training and of all evaluations.
-      assert done.stderr.count(_READ) == (2 if more else 0)
-    assert 'resuming from step 1 (16 examples consumed)' in done.stdout
-    assert 'by the end of the data after step 2' in done.stdout
+  for name, more in (('trainer', []), ('workers', [of_workers])):
+    args = Args(name, 9, 2, *more)
+    printed = Train(args)
+    assert 'resuming from step 1 (16 examples consumed)' in printed
+    assert 'by the end of the data after step 2' in printed
     ended[name] = processes.Tensors(tmp_path / name, 2)
   done = processes.Succeeded(forks.Run('evaluator', '--once', '--split=Train', *args, cwd=project))
   assert done.stderr.count(_READ) == 1
