@@ -81,9 +81,12 @@ class Even(Toy):
     p.train.learner.optimizer = optimizer.SGD.Params()
     return p
 """
+# Measures in a tenth of the time: how exactly is not tested here.
 _DRIVER = f"""
 import sys
 sys.path.append({str(processes.ROOT)!r})
+from lingvo_gpipe.pipeline.cutting import layer_profile
+layer_profile._MAX_CALLS = 128
 from tools import plan
 plan.Run()
 """
