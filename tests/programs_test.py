@@ -26,10 +26,11 @@ from tests.toys import training
 
 def _ModelParams(dataset='Train', more=''):
   params = registry.GetParams(processes.MODEL, dataset)
-  # One micro-batch: nothing here is about the schedule, and a step is traced in less time.
+  # One micro-batch and no slots: nothing here is about them, and a step is traced in less time.
   overrides = f'{processes.TINY};task.stack.num_micro_batches:1;{more}'
   params.ApplyOverrides(params_text.ParseOverrides(overrides))
   params.task.train.eval_datasets = []
+  params.task.train.learner.optimizer = optimizer.SGD.Params()
   return params
 
 
@@ -65,7 +66,7 @@ def testTooManyNonfiniteStepsInARowEndTheTraining(tmp_path, capsys):
   """Updates are so large that soon no step is finite."""
   more = 'task.train.max_steps:9;task.train.max_nonfinite_steps:2;task.train.save_interval_steps:1;'
   params = _ModelParams(more=f'{more}task.train.ema_decay:0.5')
-  params.task.train.learner.Set(learning_rate=1e30, optimizer=optimizer.SGD.Params())
+  params.task.train.learner.learning_rate = 1e30
   assert _Program(tmp_path, params).Run() == 1
   out = capsys.readouterr()
   bad = re.findall(r'step (\d+): a gradient is not finite; the update was skipped', out.out)

@@ -94,7 +94,7 @@ def straight(tmp_path_factory):
   return logdir
 
 
-@pytest.mark.parametrize('at', [1, 7, 13])  # 7.5 batches are an epoch.
+@pytest.mark.parametrize('at', [7, 13])  # 7.5 batches are an epoch.
 def testARestartAfterAKillEqualsOneRun(straight, tmp_path, at):
   training.Train(processes.CopyAsKilled(straight, tmp_path / 'killed', at), _Params())
   _AssertSame(tmp_path / 'killed', straight)
