@@ -92,7 +92,7 @@ def _CheckParams(key, packages=('params',)):
     assert p.model.startswith(f'{key}@')
     assert p == registry.GetParams(key, name, packages), f'{key}.{name} differs from call to call'
     smoke = _SmokeParams(key, name, packages)
-    for changed in (p, smoke):
+    for changed in (p, smoke) if name == 'Train' else (p,):  # The task is the same.
       fresh = registry.GetParams(key, name, packages).FromText(changed.ToText())
       assert fresh == changed, f'{key}.{name}: {fresh.TextDiff(changed)}'
     assert p == registry.GetParams(key, name, packages), f'{key}.Smoke() changed the experiment'

@@ -142,7 +142,7 @@ def testLeavesDescriptionsCheckpointsAndSummaries(undisturbed, monkeypatch):
 def testACheckpointResumesWithAnyNumberOfStages(undisturbed, forks, tmp_path, num_stages):
   """With two stages, as in the first run, all values are bit-equal.
 
-  In stream_training_test and docs_test the end of a call saves the step from which the next resumes.
+  In stream_training_test and docs_test, calls resume from the end of others.
   """
   logdir, _ = undisturbed
   os.makedirs(tmp_path / 'train')
