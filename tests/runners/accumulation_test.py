@@ -279,8 +279,10 @@ def testTheProgramCountsTheDataOfWholeUpdates(tmp_path, capsys):
   """8 batches of 4 in updates of 3: two updates, of which the checkpoint knows 24 examples."""
   params = registry.GetParams(processes.MODEL, 'Train')
   more = 'input.num_epochs:1;input.max_bytes:500;task.train.learner.num_accumulated_mini_batches:3'
+  more += ';task.stack.num_micro_batches:1'
   params.ApplyOverrides(params_text.ParseOverrides(f'{processes.TINY};{more}'))
   params.task.train.eval_datasets = []
+  params.task.train.learner.optimizer = _SGD
   program = train_program.TrainProgram(
     params,
     str(tmp_path),
