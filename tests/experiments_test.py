@@ -46,12 +46,10 @@ def _DeepestOfEachKind(packages):
   deepest = {}
   for key in registry.ListKeys(packages):
     if 'Train' in registry.GetClass(key, packages).DatasetNames():
-      p = registry.GetParams(key, 'Train', packages).Set(model='')
-      depths = [
-        int(n) for n in re.findall(r'^task\.num_(?:layers|cells) : (\d+)$', p.ToText(), re.M)
-      ]
-      kind = _ONLY_IN_SIZE.sub('', p.ToText())
-      deepest[kind] = max(deepest.get(kind, ([], '')), (depths, key))
+      text = registry.GetParams(key, 'Train', packages).Set(model='').ToText()
+      depths = re.findall(r'^task\.num_(?:layers|cells) : (\d+)$', text, re.MULTILINE)
+      kind = _ONLY_IN_SIZE.sub('', text)
+      deepest[kind] = max(deepest.get(kind, ([], '')), ([*map(int, depths)], key))
   return {key for _, key in deepest.values()}
 
 
@@ -167,8 +165,15 @@ _IS_NOISE = re.compile(r'^input\.num_fake_examples : [1-9]', re.MULTILINE)
 
 
 @functools.cache
+def _SmokeTasks(key):
+  """Returns ({name: Params of a task}, text of all Params) for training, with Smoke()."""
+  p = _SmokeParams(key, 'Train').Set(model='')
+  return model_lib.FindTaskParams(p), p.ToText()
+
+
+@functools.cache
 def _TaskClasses(key):
-  return tuple(t.cls for t in model_lib.FindTaskParams(_SmokeParams(key, 'Train')).values())
+  return tuple(t.cls for t in _SmokeTasks(key)[0].values())
 
 
 @functools.cache
@@ -179,7 +184,7 @@ def _Settings():
   """
   settings = {}
   for key in _KEYS:
-    text = _ONLY_IN_NUMBERS.sub('', _SmokeParams(key, 'Train').Set(model='').ToText())
+    text = _ONLY_IN_NUMBERS.sub('', _SmokeTasks(key)[1])
     if _IS_NOISE.search(text):
       text = _ONLY_IN_DATA.sub('', text)
     settings[key] = {
@@ -196,8 +201,7 @@ def _KeysThatTakeSteps():
   count = collections.Counter(itertools.chain(*settings.values()))
 
   def NumStages(key):
-    tasks = model_lib.FindTaskParams(_SmokeParams(key, 'Train')).values()
-    return max(task.stack.num_stages for task in tasks)
+    return max(task.stack.num_stages for task in _SmokeTasks(key)[0].values())
 
   for key in sorted(_KEYS, key=lambda key: (NumStages(key), key)):
     if all(count[setting] > 1 for setting in settings[key]):

@@ -68,10 +68,9 @@ def testSizesOfTheLayers():
 
 
 def testAuxiliaryHeadHasThePapersParameters():
-  sizes = {'num_cells': 18, 'reduction_size': 208}
-  plain = _Params(**sizes).Instantiate().NumParams()
-  with_head = _Params(**sizes, aux_loss_weight=0.4).Instantiate().NumParams()
-  assert plain < with_head and round(with_head / 1e6, 2) == 81.79
+  p = _Params(num_cells=18, reduction_size=208, aux_loss_weight=0.4)
+  # Without it there are 81.14 million, see tests/params/image/imagenet_test.py.
+  assert round(p.Instantiate().NumParams() / 1e6, 2) == 81.79
 
 
 def testParamsReachTheLayers():
