@@ -180,7 +180,7 @@ def _TaskClasses(key):
 def _Settings():
   """Returns {key: each value of each parameter that changes a step, with the tasks}.
 
-  Those of data and optimizers are without the tasks: they do not see each other.
+  Parameters of data and of optimizers are without the tasks, which do not see them.
   """
   settings = {}
   for key in _KEYS:
