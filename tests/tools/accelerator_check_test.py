@@ -97,15 +97,15 @@ def _Rows(name, capsys):
   return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize('name', ['devices', 'keras', 'keras_xla', 'dtypes', 'replicas', 'copies'])
+@pytest.mark.parametrize('name', ['devices', 'keras_xla', 'dtypes', 'replicas', 'copies'])
 def testACheckPasses(name, capsys):
+  """The check `keras` is `keras_xla` without XLA, which `dtypes` and `replicas` leave out, too."""
   rows = _Rows(name, capsys)
   assert rows and all(row['pass'] for row in rows), rows
 
 
-@pytest.mark.parametrize('factor', [1.5, 3])
-def testMemoryOfAnAcceleratorIsThatOfItsAllocator(monkeypatch, capsys, factor):
-  """A stand-in for an accelerator, whose allocator has `factor` times the predicted peak."""
+def testMemoryOfAnAcceleratorIsThatOfItsAllocator(monkeypatch, capsys):
+  """Stand-ins for accelerators, whose allocators have 1.5 and 3 times the predicted peaks."""
   monkeypatch.setattr(checks.Place, 'is_cpu', False)
   monkeypatch.setattr(checks, '_MEMORY_SIZES', {'dim': 8, 'batch': 64})
   monkeypatch.setattr(checks.rematerialisation, 'POLICIES', ('stage',))
@@ -118,8 +118,9 @@ def testMemoryOfAnAcceleratorIsThatOfItsAllocator(monkeypatch, capsys, factor):
       runners.append(self)
 
   def Allocated(device):
-    predicted = runners[0].cut.memory[int(device[-1])].activations if runners else 0
-    return {'current': 100, 'peak': 100 + factor * predicted}
+    index = int(device[-1])
+    predicted = runners[0].cut.memory[index].activations if runners else 0
+    return {'current': 100, 'peak': 100 + (1.5, 3)[index] * predicted}
 
   monkeypatch.setattr(checks.train_runner, 'TrainRunner', Runner)
   monkeypatch.setattr(checks, '_Allocated', Allocated)
@@ -128,7 +129,7 @@ def testMemoryOfAnAcceleratorIsThatOfItsAllocator(monkeypatch, capsys, factor):
   checks.CHECKS['memory'][0](place)
   rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
   assert [row['row'] for row in rows] == ['memory stage CPU:0', 'memory stage CPU:1']
-  assert [row['pass'] for row in rows] == [factor < 2] * 2
+  assert [row['pass'] for row in rows] == [True, False]
 
 
 def testEqualityCoversSchedulesAndPolicies(monkeypatch, capsys):
