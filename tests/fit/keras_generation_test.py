@@ -54,17 +54,20 @@ def _Generate(model, sampler, prompts=None):
 
 
 @pytest.mark.parametrize(
-  'make_sampler',
+  'make_sampler, num_layers',
   [
-    lambda: SAMPLERS.BeamSampler(num_beams=3),
-    lambda: SAMPLERS.ContrastiveSampler(k=3, alpha=0.3),
-    lambda: SAMPLERS.TopKSampler(k=4, seed=2),
+    (lambda: SAMPLERS.BeamSampler(num_beams=3), 2),
+    (lambda: SAMPLERS.ContrastiveSampler(k=3, alpha=0.3), 1),
+    (lambda: SAMPLERS.TopKSampler(k=4, seed=2), 1),
   ],
   ids=['beam', 'contrastive', 'top_k'],
 )
-def testTokensEqualThePlainModels(make_sampler):
-  expected = _Generate(keras_fits.Seeded(_Model), make_sampler())
-  pipe = keras_fits.Pipe(keras_fits.Seeded(_Model), 2, 4)
+def testTokensEqualThePlainModels(make_sampler, num_layers):
+  def Make():
+    return keras_fits.Seeded(lambda: _Model(num_layers=num_layers))
+
+  expected = _Generate(Make(), make_sampler())
+  pipe = keras_fits.Pipe(Make(), 2, 4)
   np.testing.assert_array_equal(_Generate(pipe, make_sampler()), expected)
   assert len({v.value.device for v in pipe.model.weights}) == 2
 

@@ -18,8 +18,8 @@ WEIGHTS = abs(keras_fits.Floats(12, seed=2)) + 0.1
 IDS, TARGETS = keras_fits.PaddedIds(12), keras_fits.Floats(12, 6, 3, seed=3)
 BOTH = {'a': Y, 'b': keras_fits.Floats(12, 2, seed=6)}
 REDUCTIONS = ['sum', 'sum_over_batch_size', 'mean_with_sample_weight']
-# Batches of six, so four micro-batches have two rows or one.
-SIZES = ((2, 4),)
+# Batches of four, so three micro-batches have two rows or one.
+SIZES = ((2, 3),)
 
 
 def _Squares(reduction):
@@ -54,7 +54,7 @@ def testReductions():
     return _CompiledWith(LOSSES.MeanSquaredError, **each)
 
   y, weights = dict.fromkeys(REDUCTIONS, Y), dict.fromkeys(REDUCTIONS, WEIGHTS**2)
-  options = {'optimizer': _SmallSteps, 'batch_size': 6, 'sample_weight': weights}
+  options = {'optimizer': _SmallSteps, 'batch_size': 4, 'epochs': 1, 'sample_weight': weights}
   keras_fits.CheckFit(_Repeated(keras_fits.Mlp), X, y, Compiled, SIZES, **options)
 
 
@@ -71,10 +71,10 @@ def testMaskedOutputs():
     metrics = {'sum': ['mae'], 'sum_over_batch_size': [Error]}
     return _CompiledWith(LOSSES.MeanSquaredError, metrics=metrics)
 
-  y = dict.fromkeys(REDUCTIONS, TARGETS[:8])
-  options = {'optimizer': _SmallSteps, 'batch_size': 4}
+  y = dict.fromkeys(REDUCTIONS, TARGETS[:6])
+  options = {'optimizer': _SmallSteps, 'batch_size': 3}
   make = _Repeated(keras_fits.MaskedSequence)
-  keras_fits.CheckFit(make, IDS[:8], y, Compiled, ((2, 4),), **options)
+  keras_fits.CheckFit(make, IDS[:6], y, Compiled, ((2, 3),), **options)
 
 
 def _Tokens():
@@ -98,7 +98,7 @@ def testIgnoredClasses():
     )
 
   y = dict.fromkeys(REDUCTIONS, _LabelsToIgnore())
-  options = {'optimizer': _SmallSteps, 'batch_size': 6}
+  options = {'optimizer': _SmallSteps, 'batch_size': 4, 'epochs': 1}
   keras_fits.CheckFit(_Repeated(_Tokens), TARGETS, y, Compiled, SIZES, **options)
 
 
@@ -110,7 +110,7 @@ def testIgnoredClassesWithWeights():
     return {'loss': loss}
 
   options = {'batch_size': 6, 'sample_weight': abs(keras_fits.Floats(12, 6, seed=8))}
-  keras_fits.CheckFit(_Tokens, TARGETS, _LabelsToIgnore(), Compiled, SIZES, **options)
+  keras_fits.CheckFit(_Tokens, TARGETS, _LabelsToIgnore(), Compiled, **options)
 
 
 class _Marked(keras.losses.Loss):
@@ -130,7 +130,7 @@ def testLossesThatAttachMasks():
   def Compiled():
     return {'loss': _Marked(lambda y, y_pred: y[:, :, 0] > 0)}
 
-  keras_fits.CheckFit(_Tokens, TARGETS, keras_fits.Floats(12, 6, 4), Compiled, SIZES, batch_size=6)
+  keras_fits.CheckFit(_Tokens, TARGETS, keras_fits.Floats(12, 6, 4), Compiled, batch_size=6)
 
 
 def testLossesWithMasksOfThePredictionsAreRefused():
@@ -150,41 +150,28 @@ def _MaskedAndPooled():
 
 
 @pytest.mark.parametrize(
-  ('a', 'b', 'pipelines'),
+  ('a', 'b', 'num_stages', 'batch_size'),
   [
-    ('mean_with_sample_weight', 'sum', SIZES),
-    ('sum_over_batch_size', 'mean_with_sample_weight', ((1, 6),)),
-    ('sum', 'sum_over_batch_size', ((1, 6),)),
+    ('mean_with_sample_weight', 'sum', 2, 4),
+    ('sum_over_batch_size', 'mean_with_sample_weight', 1, 3),
   ],
 )
-def testEachOutputHasItsOwnDivisor(a, b, pipelines):
+def testEachOutputHasItsOwnDivisor(a, b, num_stages, batch_size):
   """One output has a mask, and the reductions differ; so do the weights of the examples."""
   y = {'a': TARGETS, 'b': keras_fits.Floats(12, 2, seed=6)}
   weights = {'a': abs(keras_fits.Floats(12, 6, seed=8)), 'b': WEIGHTS**2}
 
   def Compiled():
     return {
-      'loss': {'a': _Squares(a), 'b': _Squares(b)},
+      'loss': {'a': _Squares(a), 'b': LOSSES.Huber(reduction=b)},
       'loss_weights': {'a': 0.3, 'b': 2.0},
+      'metrics': {'b': ['mae']},
       'weighted_metrics': {'a': ['mae']},
     }
 
-  options = {'optimizer': _SmallSteps, 'batch_size': 6, 'sample_weight': weights}
-  keras_fits.CheckFit(_MaskedAndPooled, IDS, y, Compiled, pipelines, **options)
-
-
-def testSeveralOutputs():
-  def Compiled():
-    return {
-      'loss': {'a': 'mse', 'b': LOSSES.Huber()},
-      'loss_weights': {'a': 0.3, 'b': 2.0},
-      'metrics': {'b': ['mae']},
-      'weighted_metrics': {'a': ['mse']},
-    }
-
-  weights = {'a': WEIGHTS, 'b': WEIGHTS**2}
-  options = {'batch_size': 6, 'sample_weight': weights}
-  keras_fits.CheckFit(keras_fits.TwoOutputs, X, BOTH, Compiled, SIZES, **options)
+  options = {'optimizer': _SmallSteps, 'batch_size': batch_size, 'epochs': 1}
+  options['sample_weight'] = weights
+  keras_fits.CheckFit(_MaskedAndPooled, IDS, y, Compiled, ((num_stages, 3),), **options)
 
 
 def _ListOfOutputs():
@@ -199,7 +186,7 @@ def testListsOfOutputs():
   def Compiled():
     return {'loss': ['mse', 'mae', None], 'loss_weights': [1.0, 0.5, 1.0]}
 
-  keras_fits.CheckFit(_ListOfOutputs, X, y, Compiled, SIZES, batch_size=6)
+  keras_fits.CheckFit(_ListOfOutputs, X, y, Compiled, batch_size=6)
 
 
 class _Penalty(layers.Layer):
@@ -212,14 +199,14 @@ class _Penalty(layers.Layer):
 
 def _Penalised():
   x = inputs = keras.Input([5])
-  for i in range(3):
+  for i in range(2):
     regularizer = 'l2' if i else keras.regularizers.OrthogonalRegularizer()
     x = layers.Dense(6, kernel_regularizer=regularizer, activity_regularizer='l1')(x)
     x = _Penalty()(x)
   return keras.Model(inputs, layers.Dense(3, bias_regularizer='l2', trainable=False)(x))
 
 
-@pytest.mark.parametrize(('loss', 'num_stages'), [('mse', 3), (None, 1)])
+@pytest.mark.parametrize(('loss', 'num_stages'), [('mse', 2), (None, 1)])
 def testLossesOfLayers(loss, num_stages):
   """The micro-batches have equal sizes, for an added mean counts by rows."""
   y = Y if loss else None
@@ -229,17 +216,21 @@ def testLossesOfLayers(loss, num_stages):
 
 def testEvaluationCountsTheLossesOfLayers():
   model = keras_fits.Seeded(_Penalised)
-  model.compile(loss='mse', metrics=['mae'])
+  model.compile(loss='mse', metrics=['mae'], run_eagerly=True)
   expected = model.evaluate(X, Y, batch_size=5, verbose=0)
   pipe = keras_fits.Pipe(keras_fits.Seeded(_Penalised), 2, 1)
   pipe.compile(loss='mse', metrics=['mae'])
   assert pipe.evaluate(X, Y, batch_size=5, verbose=0) == pytest.approx(expected, rel=1e-5)
 
 
+_EXACT = ['sum_over_batch_size', 'mean_with_sample_weight']
+
+
 def _SharedAndRegularised():
   x = inputs = keras.Input([5])
   shared = layers.Dense(5, activation='tanh', kernel_regularizer='l2')
-  return keras.Model(inputs, layers.Dense(3)(shared(shared(x))))
+  x = shared(shared(x))
+  return keras.Model(inputs, {name: layers.Dense(3, name=name)(x) for name in _EXACT})
 
 
 @pytest.fixture
@@ -251,18 +242,20 @@ def float64():
 
 
 @pytest.mark.usefixtures('float64')
-@pytest.mark.parametrize('reduction', ['sum_over_batch_size', 'mean_with_sample_weight'])
-def testFloat64(reduction):
+def testFloat64():
   """The shares of three micro-batches are exact in no dtype; a shared layer counts once."""
   keras_fits.CheckFit(
     _SharedAndRegularised,
     X.astype('float64'),
-    Y.astype('float64'),
-    lambda: {'loss': _Squares(reduction), 'metrics': ['mae']},
+    dict.fromkeys(_EXACT, Y.astype('float64')),
+    lambda: {
+      'loss': {name: _Squares(name) for name in _EXACT},
+      'metrics': {name: ['mae'] for name in _EXACT},
+    },
     ((2, 3),),
     bound=1e-13,
     batch_size=6,
-    sample_weight=WEIGHTS,
+    sample_weight=dict.fromkeys(_EXACT, WEIGHTS),
   )
 
 
@@ -418,7 +411,7 @@ def testOutputsOfUnknownLength():
   def Compiled():
     return {'loss': LOSSES.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)}
 
-  keras_fits.CheckFit(_AnyLength, TARGETS, labels, Compiled, SIZES, batch_size=6)
+  keras_fits.CheckFit(_AnyLength, TARGETS, labels, Compiled, batch_size=6)
   for loss in (Positive, PooledNegatives):
     pipe = keras_fits.Pipe(keras_fits.Seeded(_AnyLength), 2, 2)
     pipe.compile(loss=loss)
@@ -439,31 +432,41 @@ def testLossesThatAssertSomethingOfThePredictions():
   keras_fits.CheckFit(Make, X, keras_fits.Classes(12, 3)[1], lambda: {'loss': Checked}, SIZES)
 
 
-@pytest.mark.parametrize('flat', [True, False])
-def testLossesWhoseValuesHaveAnotherShapeThanTheBatch(flat):
+def testLossesWhoseValuesHaveAnotherShapeThanTheBatch():
   """The values of all positions are in one dimension, or the examples in the last."""
 
-  def Loss(y, y_pred):
-    values = ops.mean(ops.square(y - y_pred), axis=-1)
-    return ops.reshape(values, [-1]) if flat else ops.transpose(values)
+  def Values(y, y_pred):
+    return ops.mean(ops.square(y - y_pred), axis=-1)
 
-  keras_fits.CheckFit(_Tokens, TARGETS, keras_fits.Floats(12, 6, 4), lambda: {'loss': Loss})
+  def Flat(y, y_pred):
+    return ops.reshape(Values(y, y_pred), [-1])
 
-
-@pytest.mark.parametrize('metrics', [['dice', 'tversky'], ['circle']], ids=str)
-def testFunctionsOfAllExamplesAsMetrics(metrics):
-  """They are Keras's own, but do not add up."""
-  is_sparse = 'circle' in metrics
-  y = keras_fits.Integers(3, 12) if is_sparse else abs(Y)
+  def Transposed(y, y_pred):
+    return ops.transpose(Values(y, y_pred))
 
   def Make():
-    return keras_fits.Mlp(3, activation='softmax')
+    x = inputs = keras.Input([6, 3])
+    x = layers.Dense(8)(x)
+    return keras.Model(inputs, {'a': layers.Dense(4)(x), 'b': layers.Dense(4)(x)})
+
+  y = {name: keras_fits.Floats(12, 6, 4, seed=seed) for seed, name in enumerate('ab')}
+  keras_fits.CheckFit(Make, TARGETS, y, lambda: {'loss': {'a': Flat, 'b': Transposed}})
+
+
+def testFunctionsOfAllExamplesAsMetrics():
+  """They are Keras's own, but do not add up."""
+
+  def Make():
+    x = inputs = keras.Input([5])
+    x = layers.Dense(8, activation='tanh')(x)
+    return keras.Model(inputs, {k: layers.Dense(3, activation='softmax')(x) for k in 'ab'})
 
   def Compiled():
-    loss = 'sparse_categorical_crossentropy' if is_sparse else 'mse'
-    return {'loss': loss, 'metrics': [getattr(keras.losses, name) for name in metrics]}
+    metrics = {'a': [LOSSES.dice, LOSSES.tversky], 'b': [LOSSES.circle]}
+    return {'loss': {'a': 'mse', 'b': 'sparse_categorical_crossentropy'}, 'metrics': metrics}
 
-  keras_fits.CheckFit(Make, X, y, Compiled, SIZES, batch_size=6)
+  y = {'a': abs(Y), 'b': keras_fits.Integers(3, 12)}
+  keras_fits.CheckFit(Make, X, y, Compiled, SIZES, batch_size=4, epochs=1)
 
 
 def testAMaskThatDependsOnWeightsIsRefused():
@@ -517,7 +520,7 @@ def testMasksThatDependOnTheMode():
   """Evaluation keeps other positions; random numbers beside the mask do not matter."""
   x = keras_fits.Floats(12, 6, 5)
   options = {'batch_size': 6, 'validation_data': (x[:6], TARGETS[:6])}
-  keras_fits.CheckFit(lambda: _MaskedBy('mode'), x, TARGETS, {'loss': 'mse'}.copy, SIZES, **options)
+  keras_fits.CheckFit(lambda: _MaskedBy('mode'), x, TARGETS, {'loss': 'mse'}.copy, **options)
 
 
 def testOnlyALossNeedsMasks():

@@ -105,7 +105,6 @@ def testSchedules(options):
 @pytest.mark.parametrize(
   'optimizer',
   [
-    lambda: _Adam(global_clipnorm=0.05),
     lambda: _Adam(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2, clipnorm=0.02),
     lambda: _Adam(gradient_accumulation_steps=2, global_clipnorm=0.05),
     lambda: OPTIMIZERS.LossScaleOptimizer(_Adam(global_clipnorm=0.05), dynamic_growth_steps=2),
@@ -114,7 +113,7 @@ def testSchedules(options):
     ),
     lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, loss_scale_factor=8.0),
   ],
-  ids=['global_clipnorm', 'ema', 'accumulation', 'loss_scale', 'schedule', 'decay'],
+  ids=['ema', 'accumulation', 'loss_scale', 'schedule', 'decay'],
 )
 def testOptimizers(optimizer):
   """And slots and updates are beside their weights.
@@ -299,7 +298,7 @@ def _Table(use='once', **options):
   return keras.Model(inputs, layers.Dense(3)(layers.Flatten()(x)))
 
 
-def _TrainedTable(optimizer, make, sizes=(4, 4, 4), **options):
+def _TrainedTable(optimizer, make, sizes=(4, 4), **options):
   """Returns the weights of a model after some steps, in plain Keras if there are no options.
 
   Args:
@@ -331,15 +330,15 @@ def _Using(use):
   return functools.partial(_Table, use)
 
 
-def _CheckTable(optimizer, make, sizes=(4, 4, 4), **options):
+def _CheckTable(optimizer, make, sizes=(4, 4), **options):
   actual = _TrainedTable(optimizer, make, sizes, **options)
   _AssertClose(actual, _PlainTable(optimizer, make, sizes))
 
 
 def _Begins(layer):
   """Returns a model [8] -> [3] that begins with a layer of this class."""
-  layers = [layer(), keras.layers.Dense(6, activation='tanh'), keras.layers.Flatten()]
-  return keras.Sequential([keras.Input([8], dtype='int32'), *layers, keras.layers.Dense(3)])
+  layers = [layer(), keras.layers.Flatten(), keras.layers.Dense(3)]
+  return keras.Sequential([keras.Input([8], dtype='int32'), *layers])
 
 
 @pytest.mark.parametrize(
@@ -357,10 +356,6 @@ def testRowsThatRecurAreUpdatedAsInKeras(optimizer):
   _CheckTable(optimizer, _Using('once'), num_micro_batches=2)
 
 
-def testRowsThatRecurInBatchesOfSeveralSizes():
-  _CheckTable(_Adam, _Using('once'), (6, 6, 5), num_micro_batches=2)
-
-
 @pytest.mark.parametrize(
   'use, options',
   [
@@ -375,7 +370,9 @@ def testRowsThatRecurInBatchesOfSeveralSizes():
   ids=str,
 )
 def testEachUseOfATable(use, options):
-  sizes = 3 * (5 if use in ('twice', 'positions') else 4,)
+  """Batches of one stage have several sizes."""
+  sizes = 2 * (5 if use in ('twice', 'positions') else 4,)
+  sizes = (6, 5) if 'num_stages' in options else sizes
   _CheckTable(_Adam, _Using(use), sizes, **{'num_micro_batches': 2, **options})
 
 
@@ -482,7 +479,7 @@ def testALayerThatCannotTakeTwiceTheExamplesIsTrained(caplog):
 def testMemoryIncludesRowsThatWaitAndAreJoined(use, num_rows):
   x, state = keras_fits.Integers(5, 6, 8), []
   for sums in (False, True):
-    pipe = keras_fits.Pipe(_Table(use), num_micro_batches=2, sum_embedding_gradients=sums)
+    pipe = keras_fits.Pipe(_Table(use), 1, 2, sum_embedding_gradients=sums)
     pipe.compile(optimizer=_Adam(), loss='mse')
     pipe.predict(x, verbose=0)
     state.append(pipe.cut.memory[0].state)

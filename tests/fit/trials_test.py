@@ -30,19 +30,19 @@ def _SwapAxes(x):
   ids=['mean', 'tensordot', 'roll', 'time first'],  # The last shows a cell later.
 )
 def testOutputsThatCompareExamplesAreWarnedOf(compare, caplog):
-  _Evaluate(compare, 2)
+  _Evaluate(lambda: _Model([compare], []), 2)
   assert re.search(r'layers\[[12]\].*dense_[12].*num_micro_batches=1', caplog.text)
 
 
-def _Evaluate(compare, num_micro_batches):
-  model = keras_fits.Seeded(lambda: _Model([compare], []))
-  pipe = keras_fits.Pipe(model, 2, num_micro_batches)
+def _Evaluate(make, num_micro_batches, x=X, y=Y):
+  """Tries a model in both modes, as before a step, and evaluates, which is traced faster."""
+  pipe = keras_fits.Pipe(keras_fits.Seeded(make), 2, num_micro_batches)
   pipe.compile(loss='mse')
-  pipe.evaluate(X, Y, verbose=0)
+  pipe.evaluate(x, y, verbose=0)
 
 
 def testOneMicroBatchMayCompareExamples(caplog):
-  _Evaluate(lambda x: x + ops.mean(x, axis=0), 1)
+  _Evaluate(lambda: _Model([lambda x: x + ops.mean(x, axis=0)], []), 1)
   assert 'num_micro_batches=1' not in caplog.text  # TensorFlow warns of many traces.
 
 
@@ -55,8 +55,8 @@ def testNormalisationByTheBatchIsWarnedOf(make, numbers, caplog):
   """Unless there is one micro-batch."""
   for num_micro_batches in numbers:
     assert 'num_micro_batches=1' not in caplog.text  # TensorFlow warns of many traces.
-    model = keras.Sequential([keras.Input([4, 5]), layers.Dense(4), make(), layers.Dense(3)])
-    keras_fits.Fit(keras_fits.Pipe(model, 2, num_micro_batches), X, Y, COMPILED, epochs=1)
+    parts = [keras.Input([4, 5]), layers.Dense(4), make(), layers.Dense(3)]
+    _Evaluate(lambda parts=parts: keras.Sequential(parts), num_micro_batches)
   assert re.search(r'layers\[0\].*batch_\w+ .*training.*num_micro_batches=1', caplog.text)
 
 
@@ -68,8 +68,8 @@ def testIndependentExamplesAreNotWarnedOf(caplog):
   x = layers.GaussianDropout(0.5)(x)
   x = layers.MultiHeadAttention(2, 4)(x, x)
   x = layers.Bidirectional(layers.GRU(4))(x)
-  pipe = keras_fits.Pipe(keras.Model(ids, layers.Dense(3)(x)), 2, 2)
-  keras_fits.Fit(pipe, keras_fits.PaddedIds(8), Y[:, 0], COMPILED, epochs=1)
+  model = keras.Model(ids, layers.Dense(3)(x))
+  _Evaluate(lambda: model, 2, keras_fits.PaddedIds(8), Y[:, 0])
   assert 'num_micro_batches=1' not in caplog.text  # TensorFlow warns of many traces.
 
 
@@ -147,8 +147,7 @@ def testOneMicroBatchTakesAnyLoss():
   ids=['examples, in training', 'values, always'],
 )
 def testOtherMeansAreWarnedOf(loss, modes, caplog):
-  pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: _Model([_Adds(loss, modes)])), 2, 2)
-  keras_fits.Fit(pipe, X, Y, COMPILED, epochs=1)
+  _Evaluate(lambda: _Model([_Adds(loss, modes)]), 2)
   assert re.search(r'layers\[1\].*_adds', caplog.text)
 
 
@@ -167,8 +166,7 @@ def testRandomLossesPass():
   dropout = [layers.Dropout(0.9), _Adds(_Squares(ops.mean), (True,))]
   noise = [layers.GaussianNoise(1.0), _Adds(ops.mean)]
   no_number = [_Adds(lambda x: np.nan * ops.sum(x))]
-  pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: _Model(dropout, noise, no_number)), 2, 2)
-  keras_fits.Fit(pipe, X, Y, COMPILED, epochs=1)
+  _Evaluate(lambda: _Model(dropout, noise, no_number), 2)
 
 
 def testNothingIsTrainedAfterPredict():

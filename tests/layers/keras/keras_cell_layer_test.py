@@ -40,7 +40,7 @@ def _Normalised():
 
 def testBatchNormalizationOfOneMicroBatchEqualsKeras():
   """The weights that are compared include the moving averages."""
-  keras_fits.CheckFit(_Normalised, X, Y, _Squares, ((3, 1),), batch_size=4)
+  keras_fits.CheckFit(_Normalised, X, Y, _Squares, ((2, 1),), batch_size=4)
 
 
 def testMovingAveragesAreThoseOfAllRows():
@@ -86,7 +86,7 @@ def testEachMicroBatchIsNormalisedByItself():
     np.mean(np.square(model(X[rows], training=True) - Y[rows]))
     for rows in (slice(0, 2), slice(2, 4))
   ]
-  loss = _Compiled(_Normalised, 3, 2).train_on_batch(X[:4], Y[:4])
+  loss = _Compiled(_Normalised, 2, 2).train_on_batch(X[:4], Y[:4])
   assert loss == pytest.approx(np.mean(halves), rel=1e-5)
 
 
@@ -158,7 +158,7 @@ def _Dropouts():
 
 
 def _Masks(num_stages, **options):
-  """Returns masks [step, row, dropout, channel] of two steps, and biases after the first."""
+  """Returns the pipeline, masks [step, row, dropout, channel] of two steps, and first biases."""
   pipe = keras_fits.Pipe(keras_fits.Seeded(_Dropouts), num_stages, 2, **options)
   x, y = keras_fits.Floats(8, 5), np.zeros([8, 6 * WIDTH], 'float32')
   predictions = _Predictions(y.shape)
@@ -173,13 +173,13 @@ def _Masks(num_stages, **options):
     pipe.train_on_batch(x, y)
     weights.append(pipe.get_weights())
     masks.append(predictions.last.numpy().reshape([8, 6, WIDTH]) != 0)
-  np.testing.assert_array_equal(pipe.predict(x, verbose=0) > 0.5, True)
-  return np.array(masks), [w for w in weights[0] if w.ndim == 1]
+  return pipe, np.array(masks), [w for w in weights[0] if w.ndim == 1]
 
 
 def testDropoutDependsOnStepAndMicroBatchAlone():
   """And backward uses the masks of forward."""
-  masks, _ = _Masks(1)
+  pipe, masks, _ = _Masks(1)
+  np.testing.assert_array_equal(pipe.predict(keras_fits.Floats(8, 5), verbose=0) > 0.5, True)
   pieces = [masks[step, rows] for step in (0, 1) for rows in (slice(0, 4), slice(4, 8))]
   parts = [piece[:, i].ravel() for piece in pieces for i in range(6)]
   assert len({part.tobytes() for part in parts}) == 24
@@ -187,10 +187,10 @@ def testDropoutDependsOnStepAndMicroBatchAlone():
   agreement = [np.mean(a == b) for i, a in enumerate(parts) for b in parts[:i]]
   assert 0.2 < min(agreement) and max(agreement) < 0.8
   for options in (
-    {'num_stages': 3, 'schedule': '1f1b', 'remat_policy': 'layer'},
+    {'num_stages': 2, 'schedule': '1f1b', 'splits': [1, 3], 'remat_policy': 'layer'},
     {'num_stages': 2, 'schedule': 'zb_h1', 'splits': [2, 3], 'remat_policy': 'none'},
   ):
-    same, biases = _Masks(**options)
+    _, same, biases = _Masks(**options)
     np.testing.assert_array_equal(same, masks)
     # The gradient of a bias is the number of its outputs that are not masked.
     for i, bias in enumerate(biases):
@@ -242,19 +242,26 @@ class _Noise(layers.Layer):
     return keras.random.normal(ops.shape(x), seed=self.generator)
 
 
-@pytest.mark.parametrize('has_seed', [True, False])
-def testRandomNumbersDifferInEachCallAndMicroBatch(has_seed):
+def testRandomNumbersDifferInEachCallAndMicroBatch():
+  """With a generator of the layer, and with Keras's own."""
+
   def Make():
-    noise = _Noise(keras.random.SeedGenerator(1) if has_seed else None)
-    inputs = keras.Input([5])
-    return keras.Model(inputs, layers.Dense(3)(noise(layers.Dense(5)(inputs))))
+    x = inputs = keras.Input([5])
+    x = layers.Dense(5)(x)
+    noises = {'a': _Noise(keras.random.SeedGenerator(1)), 'b': _Noise(None)}
+    return keras.Model(inputs, {k: layers.Dense(3, name=k)(v(x)) for k, v in noises.items()})
 
   pipe = _Compiled(Make, 2, 2)
-  outputs = np.concatenate([pipe.predict(X, verbose=0) for _ in range(2)])
-  assert len(np.unique(outputs)) == outputs.size
+  y = dict.fromkeys('ab', Y)
+  outputs = [pipe.predict(X, verbose=0) for _ in range(2)]
+  for name in 'ab':
+    values = np.concatenate([of_call[name] for of_call in outputs])
+    assert len(np.unique(values)) == values.size
   pipe.optimizer.learning_rate.assign(0.0)
   for run in (pipe.train_on_batch, pipe.test_on_batch):
-    assert len({run(X, Y) for _ in range(3)}) == 3
+    results = [run(X, y, return_dict=True) for _ in range(3)]
+    for name in 'ab':
+      assert len({float(result[f'{name}_loss']) for result in results}) == 3
 
 
 # ---- masks and precision -------------------------------------------------------------------------
@@ -267,7 +274,7 @@ def testMasksTravelBetweenCells():
     inputs = keras.Input([6], dtype='int32')
     x = layers.Embedding(9, 4, mask_zero=mask_zero)(inputs)
     x = layers.Dense(4, activation='tanh')(x)
-    x = layers.LSTM(4, return_sequences=True)(x)
+    x = layers.SimpleRNN(4, return_sequences=True)(x)
     return keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
 
   ids = keras_fits.PaddedIds(7)
@@ -342,15 +349,14 @@ _POLICIES = [
 
 
 def _InScope():
-  """Returns a model whose convolutions plain Keras recomputes."""
+  """Returns a model whose first layers plain Keras recomputes."""
   with keras.RematScope(mode='full'):
-    blocks = [layers.Conv1D(4, 3, padding='same', activation='tanh') for _ in range(3)]
-  head = [layers.Flatten(), layers.Dense(3)]
-  return keras.Sequential([keras.Input([5]), layers.Reshape([5, 1]), *blocks, *head])
+    blocks = [layers.Dense(5, activation='tanh') for _ in range(2)]
+  return keras.Sequential([keras.Input([5]), *blocks, layers.Dense(3)])
 
 
 def _RecomputingBlocks(recompute):
-  return keras.Sequential([keras.Input([5]), *[_Recomputing(recompute) for _ in range(3)]])
+  return keras.Sequential([keras.Input([5]), *[_Recomputing(recompute) for _ in range(2)]])
 
 
 def _RecomputingByKeras():
@@ -369,7 +375,6 @@ def _FitByKeras(make):
     (_InScope, _POLICIES[1]),
     (_InScope, _POLICIES[3]),
     (_RecomputingByKeras, _POLICIES[2]),
-    (_RecomputingByKeras, _POLICIES[3]),
   ],
 )
 def testRecomputationByKerasKeepsTheGradients(make, options):
@@ -597,9 +602,9 @@ def _NumTraces(activations):
 
 def testStagesOfEqualBlocksShareTheirTraces():
   """Only the first stage, which needs no gradient of its inputs, and the last have others."""
-  equal = _NumTraces(['tanh'] * 8)
-  assert equal == _NumTraces(['tanh'] * 4)
-  assert equal < _NumTraces(['tanh', 'relu', 'elu', 'gelu'])
+  # Forward and backward of each kind of stage; the last one has both in one trace.
+  assert _NumTraces(['tanh'] * 8) == 5
+  assert _NumTraces(['tanh', 'relu', 'elu', 'gelu']) == 7
 
 
 if __name__ == '__main__':

@@ -29,7 +29,7 @@ def _Batch(tensor, rng):
   return rng.standard_normal(shape).astype('float32')
 
 
-def _Check(make, num_stages, splits, num_micro_batches=2):
+def _Check(make, num_stages, splits, num_micro_batches):
   """Checks outputs, loss and gradients of a pipeline with these splits."""
   model = keras_fits.Seeded(make)
   rng = np.random.default_rng(1)
@@ -93,7 +93,7 @@ def _RandomGraph(seed):
   return Make
 
 
-@pytest.mark.parametrize('seed', [1, 2, 4, 5, 6])
+@pytest.mark.parametrize('seed', [2, 4, 5, 6])
 def testPipelinesOfRandomGraphs(seed):
   make = _RandomGraph(seed)
   num_cells = len(_Cells(make()))
@@ -120,7 +120,7 @@ def _UNet():
 @pytest.mark.parametrize('ends', [(1, 3), (2, 4)])
 def testEveryPairOfCellsMayBeCut(ends):
   assert len(_Cells(_UNet())) == 5
-  _Check(_UNet, 3, [*ends, 5])
+  _Check(_UNet, 3, [*ends, 5], num_micro_batches=1)
 
 
 def testACellHasOneMatrixAndTheSmallCallsAroundIt():

@@ -87,9 +87,12 @@ def _LongVector(model, x, ids):
   return model.first(x * model.positions(ids)) + mean()
 
 
-@pytest.mark.parametrize('function', [_TensorFlow, _Operators, _Shapes, _LongVector])
-def testFunctionsAndOperatorsAreTrained(function):
-  keras_fits.CheckFit(lambda: _Model(function), IDS, TARGETS, COMPILED, ((3, 2),), **TWO_STEPS)
+@pytest.mark.parametrize(
+  ('function', 'num_stages'), [(_TensorFlow, 2), (_Operators, 2), (_Shapes, 2), (_LongVector, 3)]
+)
+def testFunctionsAndOperatorsAreTrained(function, num_stages):
+  pipelines = ((num_stages, 2),)
+  keras_fits.CheckFit(lambda: _Model(function), IDS, TARGETS, COMPILED, pipelines, **TWO_STEPS)
 
 
 def testSizesAreThoseOfEachMicroBatch():
