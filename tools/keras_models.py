@@ -94,6 +94,7 @@ def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
   keras.config.set_floatx(case.dtype)
   try:
     plain = _Model(case)
+    _Compile(plain, 'sgd')
     x = case.Inputs(plain, 8, seed=1)
     outputs = plain.predict(x, batch_size=8, verbose=0)
     y = case.Targets(plain, outputs, seed=2)
@@ -107,7 +108,6 @@ def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
         xla=xla,
       )
 
-    _Compile(plain, 'sgd')
     before = plain.get_weights()
     expected = plain.train_on_batch(x, y, return_dict=True)['loss']
     pipe = Pipe(1, 1)
