@@ -475,11 +475,11 @@ def testALayerThatCannotTakeTwiceTheExamplesIsTrained(caplog):
   assert 'layers[0]' in caplog.text
 
 
-@pytest.mark.parametrize('use, num_rows', [('twice', 192), ('matrix', 0)])
-def testMemoryIncludesRowsThatWaitAndAreJoined(use, num_rows):
+@pytest.mark.parametrize('use, num_stages, num_rows', [('twice', 1, 192), ('matrix', 2, 0)])
+def testMemoryIncludesRowsThatWaitAndAreJoined(use, num_stages, num_rows):
   x, state = keras_fits.Integers(5, 6, 8), []
   for sums in (False, True):
-    pipe = keras_fits.Pipe(_Table(use), 1, 2, sum_embedding_gradients=sums)
+    pipe = keras_fits.Pipe(_Table(use), num_stages, 2, sum_embedding_gradients=sums)
     pipe.compile(optimizer=_Adam(), loss='mse')
     pipe.predict(x, verbose=0)
     state.append(pipe.cut.memory[0].state)

@@ -112,7 +112,10 @@ def testOtherMetricsGetTheMaskAndTheMeanHasWeights():
     _Tagger,
     IDS,
     CLASSES,
-    lambda: {**_Compiled(), 'metrics': [keras_hub.metrics.Perplexity(from_logits=True, mask_token_id=0)]},
+    lambda: {
+      **_Compiled(),
+      'metrics': [keras_hub.metrics.Perplexity(from_logits=True, mask_token_id=0)],
+    },
     chunk_size=5,
     predicts=False,
     sample_weight=WEIGHTS,

@@ -715,20 +715,18 @@ class _StopsInside(layers.Layer):
     return ops.stop_gradient(x)
 
 
-def _Branches(stops):
+def _Branches(stop):
   x = keras.Input([5])
-  joined = layers.Dense(8)(x)
-  for stop in stops:
-    joined += stop(layers.Dense(8)(x))
+  joined = stop(layers.Dense(8, name='stopped')(x)) + layers.Dense(8)(x)
   return keras.Model(x, layers.Dense(3)(joined))
 
 
 @pytest.mark.parametrize(
-  ('stops', 'num_micro_batches'), [([ops.stop_gradient, ops.floor], 2), ([_StopsInside()], 1)]
+  ('stop', 'num_micro_batches'), [(ops.stop_gradient, 2), (_StopsInside(), 1), (ops.floor, 2)]
 )
-def testWeightsWithoutGradientsAreNotDecayed(stops, num_micro_batches):
+def testWeightsWithoutGradientsAreNotDecayed(stop, num_micro_batches):
   keras_fits.CheckFit(
-    lambda: _Branches(stops),
+    lambda: _Branches(stop),
     X,
     Y,
     _Squares,
