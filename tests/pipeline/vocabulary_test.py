@@ -87,12 +87,13 @@ def _Expected(head, is_tied=False, size=_BATCH):
     (
       _SIMPLE.Params().Set(chunk_size=4),
       *(2, 1, _BATCH),
-      {'schedule': 'zb_v', 'remat_policy': 'layer', 'num_stages': 4},
+      {'schedule': 'zb_v', 'remat_policy': 'layer', 'num_stages': 4, 'num_micro_batches': 2},
     ),
+    # Replicas of two micro-batches are in vocabulary_shards_test.
     (
       _SHARED.Params(),
       *(2, 2, _UNEVEN),
-      {'schedule': '1f1b_fused', 'ties': _TIES, 'remat_policy': 'none'},
+      {'schedule': '1f1b_fused', 'ties': _TIES, 'remat_policy': 'none', 'num_micro_batches': 1},
     ),
     (_SIMPLE.Params(), 2, 1, _BATCH, {'schedule': '1f1b', 'xla': True}),
   ],
@@ -106,7 +107,7 @@ def testLossAndGradientsEqual(head, num_devices, num_replicas, size, options, mo
     return original(self, s, recompute)
 
   monkeypatch.setattr(vocabulary_emission.VocabularyEmission, '_For', For)
-  options = {'num_stages': num_devices, 'num_micro_batches': 4 // num_replicas, **options}
+  options = {'num_stages': num_devices, 'num_micro_batches': 4, **options}
   options['stages_per_device'] = options['num_stages'] // num_devices
   stack = _Stack(head, vocabulary='shared', **options)
   actual = _Run(stack, num_replicas=num_replicas, size=size)
@@ -148,7 +149,9 @@ def testTrainingEqualsAndResumesWithoutSlices():
     p = lm_model.TransformerLm.Params().Set(
       name='lm', vocab_size=_VOCAB, model_dim=8, hidden_dim=8, num_heads=1, num_layers=1
     )
-    p.stack.Set(num_stages=num_stages, num_micro_batches=2, xla=False, vocabulary=vocabulary)
+    # The plain model needs no micro-batches: sums do not depend on their number.
+    p.stack.Set(num_stages=num_stages, num_micro_batches=num_stages, xla=False)
+    p.stack.vocabulary = vocabulary
     p.train.learner.learning_rate = 1e-2
     p.train.learner.clip_gradient_norm_to_value = 1.0
     spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
