@@ -199,7 +199,7 @@ def _CheckEqual(sums, grads, num_micro_batches, dtype, num_blocks=1):
 @pytest.mark.parametrize(
   'num_stages, num_micro_batches, num_blocks, policy',
   # Once with equal blocks in different stages; engine_schedules_test covers more of the grid.
-  [(2, 1, 1, 'layer'), (4, 4, 2, 'stage')],
+  [(2, 2, 1, 'layer'), (4, 4, 2, 'stage')],
 )
 def testGradientsEqual(num_stages, num_micro_batches, num_blocks, policy):
   stack = _Stack(num_stages, num_micro_batches, num_blocks=num_blocks, remat_policy=policy)
@@ -212,16 +212,11 @@ def testGradientsEqual(num_stages, num_micro_batches, num_blocks, policy):
     assert error > 1e-3 * _GlobalNorm(expected)
 
 
-def testGradientsEqualCompiledByXla():
-  """With two stages in float32 below, with one in engine_schedules_test."""
-  stack = _Stack(3, 2, xla=True, remat_policy='layer')
-  _CheckEqual(*_Train(stack, tf.float64), 2, tf.float64)
-
-
-@pytest.mark.parametrize('num_stages, num_micro_batches, xla', [(4, 2, False), (2, 4, True)])
-def testGradientsEqualInFloat32(num_stages, num_micro_batches, xla):
-  stack = _Stack(num_stages, num_micro_batches, xla=xla, dtype=tf.float32)
-  _CheckEqual(*_Train(stack, tf.float32), num_micro_batches, tf.float32)
+# verify_test compiles a transformer in float64, engine_schedules_test other layers.
+@pytest.mark.parametrize('num_stages, xla, policy', [(4, False, 'stage'), (3, True, 'layer')])
+def testGradientsEqualInFloat32(num_stages, xla, policy):
+  stack = _Stack(num_stages, 2, xla=xla, dtype=tf.float32, remat_policy=policy)
+  _CheckEqual(*_Train(stack, tf.float32), 2, tf.float32)
 
 
 def testEvaluateEqualsAPlainForward():

@@ -20,16 +20,15 @@ from lingvo_gpipe.pipeline.cutting import layer_costs
 from tests.toys import stacks
 
 _BATCH, _DIM = 6, 3
-# Backward whole, with its forward and in halves, each with several policies.
+# Backward whole, with its forward and in halves, each with several policies; those compiled by XLA
+# below are of others. Micro-batches are of one size but for four, which take twice the traces.
 _CASES = [
-  ('gpipe', 'stage', 3),
-  ('1f1b', 'except_last', 2),
-  ('1f1b', 'layer', 3),
-  ('1f1b_fused', 'stage', 1),
-  ('1f1b_fused', 'none', 2),
-  ('zb_h1', 'stage', 2),
-  ('zb_h1', 'layer', 2),
-  ('zb_h1', 'none', 4),
+  ('gpipe', 'stage', 3, 2),
+  ('1f1b', 'except_last', 2, 3),
+  ('1f1b', 'layer', 3, 4),
+  ('1f1b_fused', 'stage', 1, 2),
+  ('zb_h1', 'stage', 2, 3),
+  ('zb_h1', 'none', 4, 3),
 ]
 _TRAINED = ('gamma', 'beta')
 
@@ -188,10 +187,7 @@ def _Check(*, num_micro_batches=3, **options):
   return stack
 
 
-@pytest.mark.parametrize(
-  'schedule, policy, num_stages, num_micro_batches',
-  [(*case, 2 + i % 3) for i, case in enumerate(_CASES)],
-)
+@pytest.mark.parametrize('schedule, policy, num_stages, num_micro_batches', _CASES)
 def testEqualsTheLayersOneByOne(schedule, policy, num_stages, num_micro_batches):
   stack = _Check(
     num_micro_batches=num_micro_batches,
@@ -213,7 +209,7 @@ def testCompiledByXla(schedule, policy):
 
 def testSeveralStagesADevice():
   options = {'num_stages': 4, 'stages_per_device': 2, 'splits': _SPLITS[4]}
-  _Check(num_micro_batches=4, schedule='interleaved_1f1b', **options)
+  _Check(num_micro_batches=2, schedule='interleaved_1f1b', **options)
 
 
 def testOneAuxiliaryLossChangesTheGradients():

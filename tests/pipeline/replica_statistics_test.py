@@ -89,8 +89,8 @@ def _Step(stack, batch_size):
   'num_replicas, num_stages, num_micro_batches, batch_size, schedule, policy',
   [
     (2, 1, 2, 9, 'gpipe', 'none'),  # Micro-batches of 3 rows meet such of 2.
-    (2, 2, 2, 9, '1f1b_fused', 'layer'),
-    (4, 1, 2, 8, 'gpipe', 'stage'),  # Of one row each.
+    (2, 2, 2, 8, '1f1b_fused', 'layer'),
+    (3, 1, 1, 3, 'gpipe', 'stage'),  # Of one row each.
   ],
 )
 def testIsOneReplicaOfLargerMicroBatches(
