@@ -37,7 +37,8 @@ def ExecutedGraphs(run, logdir):
   _Collect(run, after)
   (events,) = after.iterdir()
   functions = []
-  for record in tf.data.TFRecordDataset(str(events)).as_numpy_iterator():
+  # A data set would take longer than some functions that are looked at.
+  for record in tf.compat.v1.io.tf_record_iterator(str(events)):
     for value in event_pb2.Event.FromString(record).summary.value:
       data = config_pb2.RunMetadata.FromString(value.tensor.string_val[0])
       functions += [f.partition_graphs for f in data.function_graphs]

@@ -247,11 +247,11 @@ def testFindsThePlanOfAnExhaustiveSearch(seed):
 def testLongSchedulesAreExtrapolated(schedule, policy, offload, monkeypatch):
   v = 2 if schedule in (*plan_choice.LOOPED, *plan_choice.IN_A_V) else 1
   costs, devices = _RandomCosts(random.Random(5)), _Devices(to_host={'bandwidth': 1e7})
-  choice = plan_choice.Choice(1, 2, v, 96, 1, schedule, policy, False, offload, 'shared')
+  choice = plan_choice.Choice(1, 2, v, 48, 1, schedule, policy, False, offload, 'shared')
   predictions = []
   for limit in (0, 10**9):
     monkeypatch.setattr(plan_schedules, '_MAX_ACTIONS', limit)
-    predictions.append(planner.Planner(costs, devices, 96).Predict(choice))
+    predictions.append(planner.Planner(costs, devices, 48).Predict(choice))
   extrapolated, whole = predictions
   assert extrapolated.memory == whole.memory
   assert extrapolated.seconds == pytest.approx(whole.seconds, rel=0.01)

@@ -164,11 +164,11 @@ def testLongSchedulesWithOffloadAreExtrapolated(schedule, bandwidth, monkeypatch
   costs = _RandomCosts(random.Random(5), 6)
   devices = _Devices(3, to_host={'bandwidth': bandwidth})
   for policy in ('none', 'stage'):
-    choice = plan_choice.Choice(1, 3, v, 96, 1, schedule, policy, offload=1.0)
+    choice = plan_choice.Choice(1, 3, v, 60, 1, schedule, policy, offload=1.0)
     predictions = []
     for limit in (0, 10**9):
       monkeypatch.setattr(plan_schedules, '_MAX_ACTIONS', limit)
-      predictions.append(planner.Planner(costs, devices, 96).Predict(choice))
+      predictions.append(planner.Planner(costs, devices, 60).Predict(choice))
     extrapolated, whole = predictions
     assert extrapolated.memory == whole.memory
     assert extrapolated.seconds == pytest.approx(whole.seconds, rel=0.01)
