@@ -463,7 +463,7 @@ def testATrainingLoopOfOnesOwn(in_function):
 
   def Losses(num_stages):
     p = pipelining_layer.PipeliningLayer.Params().Set(
-      name='stack', num_stages=num_stages, num_micro_batches=4, xla=False, sub=sub
+      name='stack', num_stages=num_stages, num_micro_batches=2, xla=False, sub=sub
     )
     layer = p.Instantiate()
     layer.Place(stacks.Devices(), tf.TensorSpec(x.shape))

@@ -145,18 +145,18 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, size, o
 
 @pytest.mark.parametrize('trained', ['layers[2]', 'shards[1].linear.b', 'layers[0].shards[2]'])
 def testFrozenWeights(trained):
-  """Before, behind and within the slices."""
+  """Before, behind and within the slices; vocabulary_test has several micro-batches."""
 
   def IsTrained(path):
     return trained in path
 
   stack = _Place(
-    _Sub(_SIMPLE), is_trained=IsTrained, num_stages=2, num_micro_batches=2, schedule='1f1b'
+    _Sub(_SIMPLE), is_trained=IsTrained, num_stages=2, num_micro_batches=1, schedule='1f1b'
   )
   inputs, side = _Batch()
   sums = stacks.StepFunction(stack)(inputs, side, tf.constant(stacks.STEP, tf.int64))
   actual = {name: value.numpy() for name, value in sums.items()}, stacks.Gradients(stack)
-  expected = stacks.Reference(_Sub(_SIMPLE), 2, inputs, side, _Loss, is_trained=IsTrained)
+  expected = stacks.Reference(_Sub(_SIMPLE), 1, inputs, side, _Loss, is_trained=IsTrained)
   assert expected[1]
   stacks.CheckEqual(actual, expected)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map, text_table
 from lingvo_gpipe.layers import embedding, linear
+from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import vocabulary_emission
 from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
@@ -95,7 +96,7 @@ def _Expected(head, is_tied=False, size=_BATCH):
       *(2, 2, _UNEVEN),
       {'schedule': '1f1b_fused', 'ties': _TIES, 'remat_policy': 'none', 'num_micro_batches': 1},
     ),
-    (_SIMPLE.Params(), 2, 1, _BATCH, {'schedule': '1f1b', 'xla': True}),
+    (_SIMPLE.Params(), 2, 1, _BATCH, {'schedule': '1f1b', 'xla': True, 'num_micro_batches': 2}),
   ],
 )
 def testLossAndGradientsEqual(head, num_devices, num_replicas, size, options, monkeypatch):
@@ -152,7 +153,8 @@ def testTrainingEqualsAndResumesWithoutSlices():
     # The plain model needs no micro-batches: sums do not depend on their number.
     p.stack.Set(num_stages=num_stages, num_micro_batches=num_stages, xla=False)
     p.stack.vocabulary = vocabulary
-    p.train.learner.learning_rate = 1e-2
+    # Slices have no slots: they copy their weights in each step.
+    p.train.learner.Set(optimizer=optimizer.SGD.Params().Set(momentum=0.9), learning_rate=0.1)
     p.train.learner.clip_gradient_norm_to_value = 1.0
     spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
     return train_runner.TrainRunner(p.Instantiate(), stacks.Devices(), spec)

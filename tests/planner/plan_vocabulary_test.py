@@ -41,13 +41,13 @@ def _Devices(**changes):
   return device_description.FromMapping(values)
 
 
-def _Sub(head, vocab_size, num_shards=1):
+def _Sub(head, vocab_size, num_shards=1, num_layers=_NUM_LAYERS):
   layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')
   return [
     embedding.EmbeddingLayer.Params().Set(
       vocab_size=vocab_size, embedding_dim=_DIM, num_shards=num_shards
     ),
-    *[layer] * _NUM_LAYERS,
+    *[layer] * num_layers,
     head.Copy().Set(input_dim=_DIM, num_classes=vocab_size, num_shards=num_shards),
   ]
 
@@ -151,14 +151,15 @@ def testTheLossDecidesWhetherAVocabularyCanBeShared():
     # A task of which layers are measured gets no weights.
     return {'loss': (_Loss(theta, outputs, side)['loss'][0] + nested_map.NestedMap().b, 1.0)}
 
-  stack = stacks.MakeStack(_Sub(_SIMPLE, 48, 6), num_stages=2)
+  stack = stacks.MakeStack(_Sub(_SIMPLE, 48, 6, num_layers=1), num_stages=2)
   assert _Costs(stack).vocabulary == model_costs.Vocabulary(6, 8, None, has_table=True)
   assert _Costs(stack, WithTensor).vocabulary is None
   assert _Costs(stack, WithWeights).vocabulary is None
-  plain = stacks.MakeStack(_Sub(_SIMPLE, 48), num_stages=2)
+  plain = stacks.MakeStack(_Sub(_SIMPLE, 48, num_layers=1), num_stages=2)
   # Weights and bias with their gradients in float64.
   assert _Costs(plain).vocabulary == model_costs.Vocabulary(48, 1, 2 * 8 * 48 * (_DIM + 1))
-  assert _Costs(stacks.MakeStack(_Sub(_SIMPLE, 48)[:-1], num_stages=2)).vocabulary is None
+  without = stacks.MakeStack(_Sub(_SIMPLE, 48, num_layers=1)[:-1], num_stages=2)
+  assert _Costs(without).vocabulary is None
 
 
 @pytest.mark.parametrize('vocab_size, expected', [(4, 'one'), (4096, 'shared')])

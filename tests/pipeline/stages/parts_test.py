@@ -147,7 +147,7 @@ def testPartsOfKerasLayers():
       keras_fits.Seeded(Model), num_micro_batches=2, schedule='1f1b', splits=[2, 3]
     )
     pipe.compile(optimizer=keras_fits.Sgd(), loss='mse')
-    pipe.predict(x, verbose=0)
+    pipe._Place(tf.constant(x))  # As `predict` does before it traces the model.
     pipe.stack.engine.remat_policy = [
       rematerialisation.ByLayer(of_layers[:2]),
       rematerialisation.ByLayer(of_layers[2:]),

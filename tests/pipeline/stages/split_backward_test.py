@@ -61,8 +61,11 @@ def _X():
   return tf.constant(np.random.default_rng(4).normal(size=[_BATCH, _DIM]))
 
 
-def _Check(sub, ways, *inputs, xla=False, splits=None, num_micro_batches=2):
-  """Each layer a stage of its own, if `splits` says nothing else; each (schedule, policy)."""
+def _Check(sub, ways, *inputs, xla=False, splits=None, num_micro_batches=1):
+  """Each layer a stage of its own, if `splits` says nothing else; each (schedule, policy).
+
+  What goes between stages and their parts does so in one micro-batch; several take longer.
+  """
   inputs = inputs or (_X(),)
   side = stacks.ExampleWeights(_BATCH)
   splits = splits or list(range(1, len(sub) + 1))
@@ -148,13 +151,15 @@ def testLayersOfAllKinds(kind):
   # A layer before, so that each has an input gradient too.
   sub = [_Square(), *map(_With, _KINDS[kind])]
   ways = _WAYS if kind == 'control_flow' else _FOUR_WAYS
-  _Check(sub, ways, splits=list(range(2, len(sub) + 1)))
+  # Two micro-batches take different branches and numbers of turns.
+  _Check(sub, ways, splits=list(range(2, len(sub) + 1)), num_micro_batches=2)
 
 
 def testLayersOfAllKindsCompiledByXla():
   bodies = [_Cond, _Loop, lambda w, x: _Inner(w, x) + _Inner(w, 2.0 * x), _Twice]
   sub = [_Square(), *map(_With, bodies)]
-  _Check(sub, [('gpipe', 'none'), ('zb_h1', 'stage')], splits=[2, 3, 5], xla=True)
+  ways = [('gpipe', 'none'), ('zb_h1', 'stage')]
+  _Check(sub, ways, splits=[2, 3, 5], xla=True, num_micro_batches=2)
 
 
 # ---- what goes between stages ------------------------------------------------------------
@@ -261,7 +266,8 @@ def testFrozenWeights():
 
 def testRandomBits():
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
-  _Check([drop, _Square(), drop, drop, _Square(), drop], _THREE_WAYS, splits=[2, 4, 6])
+  sub = [drop, _Square(), drop, drop, _Square(), drop]
+  _Check(sub, _THREE_WAYS, splits=[2, 4, 6], num_micro_batches=2)
 
 
 # ---- embeddings --------------------------------------------------------------------------
