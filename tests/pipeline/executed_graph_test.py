@@ -282,7 +282,7 @@ def _PeakHeldWithCopies(graph, schedule):
 
 
 _LAST = (schedules.Kind.BACKWARD, schedules.Kind.WEIGHT_GRADIENT)
-_OFFLOADED = [('gpipe', 'none', 2, 5), ('gpipe', 'stage', 2, 5), ('1f1b', 'layer', 4, 6)]
+_OFFLOADED = [('gpipe', 'none', 2, 4), ('gpipe', 'stage', 2, 4), ('1f1b', 'layer', 4, 5)]
 
 
 def _OffloadedStep(name, policy, k, m, logdir):
@@ -317,7 +317,7 @@ def testOffloadThatFreesNothingIsCaught(fault, tmp_path, monkeypatch):
   else:
     monkeypatch.setattr(emission.Emission, '_SetWaiting', lambda *_: None)
   with pytest.raises((AssertionError, KeyError, StopIteration)):
-    graph, schedule = _OffloadedStep('gpipe', 'stage', 2, 5, tmp_path)
+    graph, schedule = _OffloadedStep('gpipe', 'stage', 2, 4, tmp_path)
     assert _PeakHeldWithCopies(graph, schedule) == list(schedule.PeakActivations())
 
 

@@ -65,22 +65,23 @@ def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Cha
       k, m = action.stage, action.micro_batch
       stored, working = _StoredAndWorking(work, k, m)
       after_input = Part.FOR_WEIGHTS if work.IsTrained(k) else Part.NOTHING
-      kind = Kind.BACKWARD if work.IsWholeBackward(action) else action.kind
-      yield (
-        device,
-        action,
-        {
-          Kind.FORWARD: Change(
-            Part.NOTHING, (stored,), stored if work.HasBackward(k) else Part.NOTHING
-          ),
-          Kind.BACKWARD: Change(stored, (working,), Part.NOTHING),
-          Kind.INPUT_GRADIENT: Change(stored, (working, after_input), after_input),
-          Kind.WEIGHT_GRADIENT: Change(after_input, (after_input,), Part.NOTHING),
-          Kind.FORWARD_BACKWARD: Change(Part.NOTHING, (working,), Part.NOTHING),
-          Kind.OFFLOAD: Change(stored, (stored,), Part.NOTHING),
-          Kind.LOAD: Change(Part.NOTHING, (stored,), stored),
-        }[kind],
-      )
+      match Kind.BACKWARD if work.IsWholeBackward(action) else action.kind:
+        case Kind.FORWARD:
+          after = stored if work.HasBackward(k) else Part.NOTHING
+          change = Change(Part.NOTHING, (stored,), after)
+        case Kind.BACKWARD:
+          change = Change(stored, (working,), Part.NOTHING)
+        case Kind.INPUT_GRADIENT:
+          change = Change(stored, (working, after_input), after_input)
+        case Kind.WEIGHT_GRADIENT:
+          change = Change(after_input, (after_input,), Part.NOTHING)
+        case Kind.FORWARD_BACKWARD:
+          change = Change(Part.NOTHING, (working,), Part.NOTHING)
+        case Kind.OFFLOAD:
+          change = Change(stored, (stored,), Part.NOTHING)
+        case Kind.LOAD:
+          change = Change(Part.NOTHING, (stored,), stored)
+      yield device, action, change
 
 
 def _StoredAndWorking(work: step_work.StepWork, stage: int, micro_batch: int) -> tuple[Part, Part]:

@@ -51,13 +51,12 @@ def HasWork(kind: Kind, *, needs_dx: bool, is_trained: bool) -> bool:
       input. If not, I is empty and W is the whole backward.
     is_trained: whether the stage itself has trained weights.
   """
-  return {
-    Kind.BACKWARD: needs_dx or is_trained,
-    Kind.INPUT_GRADIENT: needs_dx,
-    Kind.WEIGHT_GRADIENT: is_trained,
-    # Without a backward nothing waits.
-    **dict.fromkeys(COPIES, needs_dx or is_trained),
-  }.get(kind, True)
+  if kind is Kind.INPUT_GRADIENT:
+    return needs_dx
+  if kind is Kind.WEIGHT_GRADIENT:
+    return is_trained
+  # Without a backward nothing waits, and there is nothing to copy.
+  return needs_dx or is_trained or kind not in (Kind.BACKWARD, *COPIES)
 
 
 _TOKEN = re.compile(r'([0-9]+)([A-Z_]+)([0-9]*)')

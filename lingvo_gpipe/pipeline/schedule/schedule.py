@@ -258,12 +258,15 @@ class Schedule:
     Raises:
       ValueError: the first fault; the message names the device and the action.
     """
+    if '_is_valid' in vars(self):  # A schedule never changes.
+      return self
     self._CheckCounts()
     self._CheckOwners()
     self._CheckComplete()
     self._CheckOrder()
     for _ in self.Walk():
       pass
+    object.__setattr__(self, '_is_valid', True)
     return self
 
   def _Fault(self, text: str) -> ValueError:

@@ -144,7 +144,7 @@ def testPartsOfKerasLayers():
   nothing = frozenset()
   for of_layers in ((nothing,) * 3, (scores, frozenset({'feed_forward'}), parts)):
     pipe = keras_fits.Pipe(
-      keras_fits.Seeded(Model), num_micro_batches=2, schedule='1f1b', splits=[2, 3]
+      keras_fits.Seeded(Model), num_micro_batches=1, schedule='1f1b', splits=[2, 3]
     )
     pipe.compile(optimizer=keras_fits.Sgd(), loss='mse')
     pipe._Place(tf.constant(x))  # As `predict` does before it traces the model.
