@@ -117,7 +117,7 @@ def CheckEvaluation(case):
 
 
 # Few, and small, but with all features together; others may find what these do not.
-_SEEDS = (8, 16, 39, 136, 175, 204, 307, 396)
+_SEEDS = (16, 136, 175, 204, 307, 396)
 _MIXED_SEEDS = (8,)
 _XLA_SEEDS = (39,)
 _TAPE_SEEDS = (16,)  # Without auxiliary losses, which a user's tape cannot see.
@@ -187,8 +187,10 @@ def testPredictAndEvaluate(seed):
 
 
 def testTheSeedsHaveEverything():
-  assert set().union(*(_Case(seed).features for seed in _SEEDS)) == _FEATURES
-  assert set(random_stacks.POLICIES) <= _FEATURES
+  of_training = set().union(*(_Case(seed).features for seed in (*_SEEDS, *_XLA_SEEDS)))
+  # In place of its own policy the mixed one has other policies.
+  assert of_training.union(*(_Case(seed).features for seed in _MIXED_SEEDS)) == _FEATURES
+  assert set(random_stacks.POLICIES) <= of_training
 
 
 def testAFailureShowsThePipeline(monkeypatch):

@@ -347,9 +347,9 @@ def testBfloat16ActivationsAndFloat32Weights(schedule, policy, xla):
   dtypes = {'dtype': tf.float32, 'fprop_dtype': tf.bfloat16}
   stack = stacks.MakeStack(
     sub,
-    num_stages=3,
+    num_stages=2,
     num_micro_batches=2,
-    splits=[1, 3, 4],
+    splits=[2, 4],
     schedule=schedule,
     remat_policy=policy,
     xla=xla,
