@@ -6,6 +6,7 @@ import functools
 import math
 import pathlib
 import re
+import struct
 
 import tensorflow as tf
 from tensorboard.compat.proto import config_pb2, event_pb2
@@ -37,12 +38,19 @@ def ExecutedGraphs(run, logdir):
   _Collect(run, after)
   (events,) = after.iterdir()
   functions = []
-  # A data set would take longer than some functions that are looked at.
-  for record in tf.compat.v1.io.tf_record_iterator(str(events)):
+  for record in _Records(events.read_bytes()):
     for value in event_pb2.Event.FromString(record).summary.value:
       data = config_pb2.RunMetadata.FromString(value.tensor.string_val[0])
       functions += [f.partition_graphs for f in data.function_graphs]
   return functions
+
+
+def _Records(data):
+  """Yields the records of a TFRecord file; a data set takes longer than some graphs."""
+  while data:
+    (length,) = struct.unpack_from('<Q', data)
+    yield data[12 : 12 + length]  # Checksums are behind the length and behind the record.
+    data = data[16 + length :]
 
 
 def _Collect(run, logdir):
