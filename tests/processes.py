@@ -95,7 +95,6 @@ from lingvo_gpipe import evaluator, trainer, worker
 import tensorboard.summary  # TensorFlow imports it for the first summary.
 for name in sys.argv[2:]:
   importlib.import_module(name)
-importlib.import_module('tensorboard.summary.v2')  # As TensorFlow does for the first summary.
 fast_tracing = runpy.run_path(sys.argv[1])
 gc.freeze()  # Else each child's collections visit, and so copy, all objects of its parent.
 programs = {'trainer': trainer.Run, 'evaluator': evaluator.Run, 'worker': worker.Run}

@@ -42,7 +42,7 @@ def _Case(name):
 def _Lora():
   backbone = MODELS.GPT2Backbone(**CONFIG)
   backbone.enable_lora(4)
-  return backbone
+  return MODELS.GPT2CausalLM(backbone, preprocessor=None)
 
 
 @pytest.mark.parametrize('name', ['GPT-2, LoRA', 'Qwen 3 MoE'])

@@ -68,7 +68,7 @@ def testTheTableOfSomeRows(capsys):
   assert re.match(r'model +calls cells .* history +weights saved', header)
   spectral = rows.pop(1)
   assert re.match(naming.Naming('SpectralNormalization', 'ValueError', 'trained'), spectral)
-  for name, row in zip(['nested models', 'VGG16, 3 blocks'], rows, strict=True):
+  for name, row in zip(['nested models', 'VGG16, no head'], rows, strict=True):
     assert re.match(rf'{name} +\d+ +\d+ +\d+%.* yes +- +\d+', row)
   assert last == 'all rows are green'
 

@@ -258,16 +258,19 @@ class Schedule:
     Raises:
       ValueError: the first fault; the message names the device and the action.
     """
-    if '_is_valid' in vars(self):  # A schedule never changes.
-      return self
+    assert self._is_valid
+    return self
+
+  @functools.cached_property
+  def _is_valid(self) -> bool:
+    """True after the first check: a schedule never changes. Raises ValueError if it is invalid."""
     self._CheckCounts()
     self._CheckOwners()
     self._CheckComplete()
     self._CheckOrder()
     for _ in self.Walk():
       pass
-    object.__setattr__(self, '_is_valid', True)
-    return self
+    return True
 
   def _Fault(self, text: str) -> ValueError:
     return ValueError(f'Schedule {self.name!r}: {text}')
