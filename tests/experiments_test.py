@@ -39,9 +39,9 @@ _ONLY_IN_SIZE = re.compile(
 
 @functools.cache
 def _DeepestOfEachKind(packages):
-  """Returns of experiments that differ `_ONLY_IN_SIZE` those with the most layers.
+  """Returns the deepest ones of the experiments that differ only in size.
 
-  The tests of tests/params instantiate the layers of each size.
+  Tests of tests/params instantiate the layers of each size of the large models.
   """
   deepest = {}
   for key in registry.ListKeys(packages):

@@ -107,10 +107,16 @@ def hosts(forks, tmp_path_factory):
         is_waited_for=False,
       )
     )  # fmt: skip
+    Log(path, index).symlink_to(forks._outputs['stderr'])
   worker_connection.AwaitWorkers(addresses, SECONDS)
   yield path
   for pid in pids:
     os.kill(pid, signal.SIGKILL)
+
+
+def Log(hosts, index):
+  """Returns the path of the standard error of a worker of the fixture `hosts`."""
+  return hosts.with_name(f'{index}.stderr')
 
 
 def AwaitFree(port):

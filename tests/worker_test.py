@@ -172,6 +172,13 @@ def testTheTrainerWritesEverythingIfAWorkerDoesNotSeeTheDirectory(forks, project
   assert len(list(project.glob('unseen/train/ckpt-*'))) == 2
 
 
+_CONNECTS = """
+import sys
+from lingvo_gpipe.distributed import cluster, cluster_spec
+cluster.Cluster.Connect(cluster_spec.FromText(open(sys.argv[1]).read(), ''))
+"""
+
+
 def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hosts, tmp_path):
   """With XLA and sharded slots: one replica on two workers, one on both devices of a third."""
   port, chief = worker_processes.FreePorts(2)
@@ -188,11 +195,16 @@ def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hos
     'worker', '--trusted_network', '--num_devices=2', '--threads_per_device=1',
     more_environment=Environment('worker', 2), is_waited_for=False,
   )  # fmt: skip
+  logs = [worker_processes.Log(hosts, 0), worker_processes.Log(hosts, 1), forks._outputs['stderr']]
+  program = tmp_path / 'program.py'
+  program.write_text(_CONNECTS)
   try:
     forks.Await(
       f'worker 2 serves CPU:0, CPU:1 at port {port} of all interfaces of this machine, without '
       'authentication: '
     )
+    processes.Succeeded(forks.Run(str(program), str(hosts)))
+    before = [_NumRestarts(log) for log in logs]
     for logdir, variables in (('process', None), ('workers', Environment('chief', 0))):
       args = _Args(tmp_path / logdir, 3, 'task.train.shard_optimizer_slots:True')
       done = processes.Succeeded(
@@ -206,6 +218,12 @@ def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hos
   # By the process that restarts the workers, and by the process that trains.
   assert done.stderr.count(f' Workers reach this process at localhost:{chief}.\n') == 2
   assert 'cuInit' not in done.stderr  # The run does not ask for a GPU.
+  # Of the three workers, a process had used two.
+  assert [_NumRestarts(log) - n for log, n in zip(logs, before, strict=True)] == [1, 1, 0]
+
+
+def _NumRestarts(log):
+  return log.read_text().count('restarting this worker')
 
 
 def testTestsChooseOtherPortsWithTheSameSeed():

@@ -190,6 +190,7 @@ class Cluster:
       TimeoutError: a worker does not answer; the message names it.
       ValueError: the workers have fewer devices than needed, or an address belongs to another
         process.
+      tf.errors.OpError: a worker was lost meanwhile.
     """
     if not isinstance(spec, cluster_spec.ClusterSpec):
       spec = cluster_spec.ClusterSpec(tuple(spec))

@@ -53,7 +53,7 @@ def RestartOnRequest() -> dict[str, int]:
 
   threading.Thread(target=Wait, name='restart on request', daemon=True).start()
   facts = {_REQUEST: written}
-  if hasattr(os, 'memfd_create'):  # Without it, a worker publishes no facts.
+  with contextlib.suppress(OSError, AttributeError):  # Not every system has files in memory.
     facts[_USE] = os.memfd_create('lingvo_gpipe_use')
   return facts
 
@@ -71,9 +71,14 @@ def MarkUse(facts: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _IsUsed(index: int, facts: Mapping[str, Any]) -> bool:
-  """Whether a process has used a worker since the worker started."""
-  with tf.device(worker_connection.Host(index)):
-    return _USE in facts and bool(tf.io.read_file(_Path(facts[_USE])).numpy())
+  """Whether a process has used a worker since the worker started, or may have."""
+  if _USE not in facts:
+    return _REQUEST in facts
+  try:
+    with tf.device(worker_connection.Host(index)):
+      return bool(tf.io.read_file(_Path(facts[_USE])).numpy())
+  except tf.errors.OpError:
+    return True
 
 
 def _Path(descriptor: int) -> str:
@@ -119,15 +124,16 @@ def _RequestRestart(spec: cluster_spec.ClusterSpec, num_replicas: int) -> None:
   if not answers or (num_replicas == 1 and not worker_connection.NumDevices(answers, 'gpu')):
     return
   tf.config.set_visible_devices([], 'GPU')  # The GPUs of this host belong to its worker.
-  restarting = []
-  for index, facts in worker_connection.Connect(spec, answers).items():
-    if _IsUsed(index, facts):
-      restarting.append(spec.workers[index])
-      try:
-        with tf.device(worker_connection.Host(index)):
-          tf.io.write_file(_Path(facts[_REQUEST]), 'restart')
-      except tf.errors.OpError:
-        pass  # The worker restarted before it could answer.
+  facts = worker_connection.Connect(spec, answers)
+  # All are asked before the first one ends, after which this process cannot use TensorFlow.
+  used = [index for index in facts if _IsUsed(index, facts[index])]
+  restarting = [spec.workers[index] for index in used]
+  for index in used:
+    try:
+      with tf.device(worker_connection.Host(index)):
+        tf.io.write_file(_Path(facts[index][_REQUEST]), 'restart')
+    except tf.errors.OpError:
+      pass  # The worker restarted before it could answer.
   while restarting:
     time.sleep(0.1)
     # A restarted worker gives another answer: its devices have new numbers.

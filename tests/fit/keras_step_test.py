@@ -370,7 +370,7 @@ def testRowsThatRecurAreUpdatedAsInKeras(optimizer):
   ids=str,
 )
 def testEachUseOfATable(use, options):
-  """Batches of one stage have several sizes."""
+  """The case of one stage has batches of different sizes."""
   sizes = 2 * (5 if use in ('twice', 'positions') else 4,)
   sizes = (6, 5) if 'num_stages' in options else sizes
   _CheckTable(_Adam, _Using(use), sizes, **{'num_micro_batches': 2, **options})

@@ -113,11 +113,12 @@ def testOtherMetricsGetTheMaskAndTheMeanHasWeights():
     IDS,
     CLASSES,
     lambda: {
-      **_Compiled(),
+      **_Compiled('sum'),
       'metrics': [keras_hub.metrics.Perplexity(from_logits=True, mask_token_id=0)],
     },
     chunk_size=5,
     predicts=False,
+    optimizer=lambda: keras.optimizers.SGD(0.01),
     sample_weight=WEIGHTS,
   )
 

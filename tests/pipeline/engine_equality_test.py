@@ -534,7 +534,7 @@ def testALayerMayTakeAGradient():
   side = stacks.ExampleWeights(4)
   x = tf.constant(np.random.default_rng(0).normal(size=[4, layers.DIM]))
   stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=2)
-  # `except_last` has `stage` and `none`.
+  # `except_last` covers both `stage` and `none`.
   ways = [('gpipe', 'except_last'), ('1f1b', 'layer'), ('zb_h1', 'stage')]
   stacks.CheckWays(stack, (x,), side, ways, stacks.Reference(sub, 2, (x,), side))
 

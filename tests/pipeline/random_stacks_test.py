@@ -188,7 +188,7 @@ def testPredictAndEvaluate(seed):
 
 def testTheSeedsHaveEverything():
   of_training = set().union(*(_Case(seed).features for seed in (*_SEEDS, *_XLA_SEEDS)))
-  # In place of its own policy the mixed one has other policies.
+  # The mixed seed has other policies in place of its own.
   assert of_training.union(*(_Case(seed).features for seed in _MIXED_SEEDS)) == _FEATURES
   assert set(random_stacks.POLICIES) <= of_training
 

@@ -266,7 +266,7 @@ def testGradientsThatLayersDefineHoldInEveryStage():
   side = stacks.ExampleWeights(6)
   stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, splits=[2, 4])
   expected = stacks.Reference(sub, 2, (x,), side)
-  # `except_last` has `stage` and `none`.
+  # `except_last` covers both `stage` and `none`.
   ways = [('gpipe', 'except_last'), ('gpipe', 'layer')]
   stacks.CheckWays(stack, (x,), side, ways, expected)
   sub = [square, _Identity.Params().Set(slope=1.0)] * 2

@@ -75,7 +75,7 @@ def _Place(sub, num_replicas=1, is_trained=None, size=_BATCH, **options):
 @pytest.mark.parametrize(
   'head, num_devices, num_replicas, size, options',
   [
-    # Of two micro-batches of two sizes, one recomputes its stages and one nothing.
+    # Two micro-batches of different sizes, of which one is recomputed.
     (_SIMPLE, 2, 1, _UNEVEN, {'schedule': 'gpipe', 'remat_policy': 'except_last'}),
     (_SIMPLE, 2, 1, _BATCH, {'schedule': 'interleaved_1f1b', 'num_stages': 4}),
     (_SHARED, 3, 1, _BATCH, {'schedule': 'zb_h1', 'remat_policy': 'layer', 'ties': _Ties(5)}),
@@ -129,8 +129,8 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, size, o
     assert len({device for device, _ in of_slices}) == num_devices
   if 'offload' in options or options['schedule'] == 'interleaved_1f1b':
     return
-  # So are logits and losses of everything else, which know no policy and no offload. Of several
-  # stages on a device the V is the example.
+  # So are logits and losses of everything else, which know no policy and no offload. Of the
+  # schedules with several stages on a device, the V alone is checked.
   plain, theta = stacks.PlainLayers(sub, ties)
   for path, variable in stack.VariablesByPath().items():
     np.testing.assert_array_equal(variable, plain.VariablesByPath()[path])

@@ -99,7 +99,7 @@ def _Rows(name, capsys):
 
 @pytest.mark.parametrize('name', ['devices', 'keras_xla', 'dtypes', 'replicas', 'copies'])
 def testACheckPasses(name, capsys):
-  """The check `keras` is `keras_xla` without XLA, which `dtypes` and `replicas` leave out, too."""
+  """All but `keras`: `keras_xla` without XLA, as in `dtypes` and `replicas`."""
   rows = _Rows(name, capsys)
   assert rows and all(row['pass'] for row in rows), rows
 

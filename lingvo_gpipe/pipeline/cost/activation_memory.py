@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from lingvo_gpipe.pipeline.cost import per_stage
 from lingvo_gpipe.pipeline.schedule import actions, step_work
@@ -65,7 +65,8 @@ def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Cha
       k, m = action.stage, action.micro_batch
       stored, working = _StoredAndWorking(work, k, m)
       after_input = Part.FOR_WEIGHTS if work.IsTrained(k) else Part.NOTHING
-      match Kind.BACKWARD if work.IsWholeBackward(action) else action.kind:
+      kind = Kind.BACKWARD if work.IsWholeBackward(action) else action.kind
+      match kind:
         case Kind.FORWARD:
           after = stored if work.HasBackward(k) else Part.NOTHING
           change = Change(Part.NOTHING, (stored,), after)
@@ -81,6 +82,8 @@ def Changes(work: step_work.StepWork) -> Iterator[tuple[int, actions.Action, Cha
           change = Change(stored, (stored,), Part.NOTHING)
         case Kind.LOAD:
           change = Change(Part.NOTHING, (stored,), stored)
+        case _:
+          assert_never(kind)
       yield device, action, change
 
 

@@ -258,12 +258,12 @@ class Schedule:
     Raises:
       ValueError: the first fault; the message names the device and the action.
     """
-    assert self._is_valid
+    _ = self._is_valid
     return self
 
   @functools.cached_property
   def _is_valid(self) -> bool:
-    """True after the first check: a schedule never changes. Raises ValueError if it is invalid."""
+    """Always True; the first look checks the schedule, which never changes, and may raise."""
     self._CheckCounts()
     self._CheckOwners()
     self._CheckComplete()

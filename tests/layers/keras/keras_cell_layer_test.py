@@ -274,7 +274,7 @@ def testMasksTravelBetweenCells():
     inputs = keras.Input([6], dtype='int32')
     x = layers.Embedding(9, 4, mask_zero=mask_zero)(inputs)
     x = layers.Dense(4, activation='tanh')(x)
-    x = layers.SimpleRNN(4, return_sequences=True)(x)
+    x = layers.LSTM(4, return_sequences=True)(x)
     return keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
 
   ids = keras_fits.PaddedIds(7)

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from lingvo_gpipe.layers.keras import keras_graph
+from lingvo_gpipe.layers.keras import keras_cells, keras_graph
 from tests import naming
 from tests.toys import keras_fits
 
@@ -92,7 +92,11 @@ def _Functional():
 def testALargeLayerIsCutInside(make, num_cells):
   """Three layers make four stages; the subclassed model has two blocks with one normalisation."""
   options = {'batch_size': 8, 'epochs': 1}
-  expected = keras_fits.Fit(keras_fits.Seeded(make), (IDS, OTHER), TARGETS, COMPILED, **options)
+  plain = keras_fits.Seeded(make)
+  if make is _Functional:
+    graph = keras_graph.FromModel(plain, (IDS, OTHER))
+    assert len(keras_cells.Cut(graph)) == 3  # So four stages need open layers.
+  expected = keras_fits.Fit(plain, (IDS, OTHER), TARGETS, COMPILED, **options)
   pipe = keras_fits.Pipe(keras_fits.Seeded(make), 4)
   actual = keras_fits.Fit(pipe, (IDS, OTHER), TARGETS, COMPILED, **options)
   keras_fits.CheckEqual(actual, expected)

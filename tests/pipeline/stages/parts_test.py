@@ -72,7 +72,7 @@ def testRecomputedScoresAreNotKept(kind):
   for shape in (scores, hidden):
     assert 0 < some.count(shape) < everything.count(shape)
   both = frozenset({'scores', 'feed_forward'})
-  # Of a layer without its parts neither is kept, and of one that is recomputed nothing.
+  # A layer that recomputes both parts keeps neither, and a layer that is recomputed keeps nothing.
   least = Shapes(both, None)
   assert not {scores, hidden} & set(least) and len(least) < len(everything)
 

@@ -64,7 +64,7 @@ def _X():
 def _Check(sub, ways, *inputs, xla=False, splits=None, num_micro_batches=1):
   """Each layer a stage of its own, if `splits` says nothing else; each (schedule, policy).
 
-  What goes between stages and their parts does so in one micro-batch; several take longer.
+  One micro-batch shows what passes between stages; more take longer.
   """
   inputs = inputs or (_X(),)
   side = stacks.ExampleWeights(_BATCH)
@@ -177,7 +177,7 @@ def testOutputsThatAreInputsOrEachOther():
     _With(lambda w, a, b, c: (tf.tanh(tf.matmul(a, w)) * b, c, c)),
     _With(lambda w, a, b, c: tf.matmul(a + tf.sin(b), w) * c),
   ]
-  _Check(sub, _WAYS)
+  _Check(sub, _WAYS, num_micro_batches=2)
 
 
 def testOutputsThatNobodyUses():
@@ -261,7 +261,8 @@ def testFrozenWeights():
     def FProp(self, theta, x):
       return tf.tanh(tf.matmul(x, theta.w) + theta.b)
 
-  _Check([_Square(), Frozen.Params(), Frozen.Params(), _Square()], _THREE_WAYS)
+  sub = [_Square(), Frozen.Params(), Frozen.Params(), _Square()]
+  _Check(sub, _THREE_WAYS, num_micro_batches=2)
 
 
 def testRandomBits():
