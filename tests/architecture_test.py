@@ -94,6 +94,7 @@ _OLD_TENSORFLOW = {
   },
   # To turn off what no public name turns off.
   'tests/fast_tracing.py': {
+    'tensorflow.python.eager.context',
     'tensorflow.python.framework.op_def_library',
     'tensorflow.python.pywrap_tfe',
     'tensorflow.python.util.deprecation',

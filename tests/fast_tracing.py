@@ -58,6 +58,16 @@ def _InspectLess():
   op_def_library._SatisfiesTypeConstraint = Check
 
 
+def StopCollectingGraphs():
+  """Ends what `tf.summary.trace_on(graph=True)` begins, and `trace_off` and `trace_export` do not.
+
+  Otherwise the graphs of all later tests are collected, and the next export takes ten seconds.
+  """
+  from tensorflow.python.eager import context
+
+  context.context().disable_graph_collection()
+
+
 @contextlib.contextmanager
 def KernelsKept():
   """Lets TensorFlow keep the kernels of its operations while a seed is set or Keras is cleared.

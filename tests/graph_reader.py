@@ -11,6 +11,8 @@ import struct
 import tensorflow as tf
 from tensorboard.compat.proto import config_pb2, event_pb2
 
+from tests import fast_tracing
+
 _CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 # Longer names first.
 _KINDS = {
@@ -60,6 +62,7 @@ def _Collect(run, logdir):
   finally:
     with tf.summary.create_file_writer(str(logdir)).as_default():
       tf.summary.trace_export('graphs', step=0)
+    fast_tracing.StopCollectingGraphs()
 
 
 def NumProducts(functions):
