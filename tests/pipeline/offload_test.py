@@ -75,7 +75,7 @@ def _Gradients(stack, inputs, side):
     ('interleaved_1f1b', 'none', 2, 2, 4, False, 4),
     ('zb_h1', 'none', 4, 1, 4, False, 4),
     ('zb_h1', 'stage', 4, 1, 4, False, 4),
-    ('gpipe', 'by layer', 2, 1, 4, False, 4),
+    ('gpipe', 'by layer', 3, 1, 4, False, 4),
   ],
 )
 def testGradientsAreBitEqual(name, policy, k, v, m, xla, size):
