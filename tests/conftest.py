@@ -84,11 +84,20 @@ def temporary_files(tmp_path_factory):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup():
-  """Seeds Python's generator, from which Keras draws the seeds of initial weights, and NumPy's."""
+def pytest_runtest_setup(item):
+  """Seeds Python's generator, from which Keras draws the seeds of initial weights, and NumPy's.
+
+  Lets TensorFlow optimise graphs, as for users, in tests and files with the mark
+  `optimized_graphs`, before their fixtures. With `OPTIMIZE_GRAPHS=1 make test` it does so in all.
+  """
   random.seed(0)
   if numpy := sys.modules.get('numpy'):
     numpy.random.seed(0)
+  is_marked = item.get_closest_marker('optimized_graphs') is not None
+  if is_marked or 'tensorflow' in sys.modules:
+    from tests import fast_tracing
+
+    fast_tracing.OptimizeGraphs(is_marked)
 
 
 def pytest_collection_finish():
@@ -102,22 +111,6 @@ def garbage():
   yield
   gc.collect()
   gc.freeze()
-
-
-@pytest.fixture(scope='module', autouse=True)
-def graph_optimizer(request):
-  """Lets TensorFlow optimise graphs, as for users, in the files with the mark `optimized_graphs`.
-
-  With `OPTIMIZE_GRAPHS=1 make test` it does so in all files.
-  """
-  if request.node.get_closest_marker('optimized_graphs') is None:
-    yield
-    return
-  from tests import fast_tracing
-
-  fast_tracing.OptimizeGraphs(True)
-  yield
-  fast_tracing.OptimizeGraphs(False)
 
 
 @pytest.fixture(scope='session')

@@ -33,7 +33,7 @@ _PRODUCTS = frozenset(
 def ExecutedGraphs(run, logdir):
   """Returns the partitions of each function that `run` executes for the first time."""
   options = tf.config.optimizer.get_experimental_options()
-  assert not options.get('disable_meta_optimizer'), 'mark the file: optimized_graphs'
+  assert not options.get('disable_meta_optimizer'), 'mark the test: optimized_graphs'
   # TensorFlow also returns graphs collected earlier: they go to a separate file.
   _Collect(lambda: None, pathlib.Path(logdir, 'before'))
   after = pathlib.Path(logdir, 'after')

@@ -12,7 +12,7 @@ from keras import layers, ops
 
 from lingvo_gpipe import PipelinedModel
 from lingvo_gpipe.layers.keras import keras_variables
-from tests import fast_tracing, naming
+from tests import naming
 from tests.toys import keras_fits
 
 METRICS = keras.metrics
@@ -21,15 +21,7 @@ CLASSES, ONE_HOT = keras_fits.Classes(22, 3)
 
 
 # For the tests whose graphs differ most; the optimiser takes a fifth of the time of tracing.
-optimised = pytest.mark.usefixtures('optimised_graphs')
-
-
-@pytest.fixture
-def optimised_graphs():
-  """Lets TensorFlow optimise graphs, as for users."""
-  fast_tracing.OptimizeGraphs(True)
-  yield
-  fast_tracing.OptimizeGraphs(False)
+optimised = pytest.mark.optimized_graphs
 
 
 def _Squares():
