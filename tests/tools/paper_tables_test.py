@@ -34,29 +34,23 @@ def testTheSearchFindsTheLargest(least, most, largest):
   assert len(tried) <= 2 * most.bit_length() + 1
 
 
-@pytest.fixture
-def forked_trials(forks, monkeypatch):
-  """Lets trials share one import of TensorFlow."""
-
-  def RunModule(module, argument, timeout_seconds):
-    del module, timeout_seconds
-    # The allocator of oneDNN waits 10 s for memory.
-    environment = {'TF_ENABLE_ONEDNN_OPTS': '0'}
-    return forks.Run(memory_trial.__file__, argument, more_environment=environment)
-
-  monkeypatch.setattr(program, 'RunModule', RunModule)
-
-
 def testAModelFits():
   assert largest_model.NumParams(_TRIAL) == 16 * 64 * 2 + 16 + 12 * 64**2 + 13 * 64 + 2 * 64
 
 
-def testAModelDoesNotFit(forked_trials):
+def testAModelDoesNotFit(monkeypatch):
+  # The allocator of oneDNN waits 10 s for memory. Only the start of a process turns it off.
+  monkeypatch.setenv('TF_ENABLE_ONEDNN_OPTS', '0')
   wide = memory_trial.Trial(**{**json.loads(_TRIAL.ToJson()), 'dim': 1024, 'limit_mib': 32})
   assert largest_model.NumParams(wide) is None  # The weights alone take 48 MiB.
 
 
-def testAnotherFailureIsReported(forked_trials):
+def testAnotherFailureIsReported(forks, monkeypatch):
+  def RunModule(module, argument, timeout_seconds):
+    del module, timeout_seconds
+    return forks.Run(memory_trial.__file__, argument)
+
+  monkeypatch.setattr(program, 'RunModule', RunModule)
   wrong = memory_trial.Trial(**{**json.loads(_TRIAL.ToJson()), 'remat_policy': 'x'})
   with pytest.raises(RuntimeError, match='remat_policy'):
     largest_model.NumParams(wrong)
