@@ -254,6 +254,7 @@ def PrintFailureWithoutMemory():
 def testALayerThatRunsOutOfMemoryInAStageOfXla():
   """In a process without oneDNN, whose allocator waits ten seconds each time."""
   program = (
+    'from lingvo_gpipe.cli import binary\n'  # First: it imports TensorFlow in half of the time.
     'from lingvo_gpipe.distributed import cluster\n'
     "cluster.Cluster.Create(3, platform='cpu', threads_per_device=1)\n"
     'from tests.pipeline.stages import failures_test\n'
