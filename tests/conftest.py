@@ -50,9 +50,9 @@ def FilesInBuild(name):
   """Returns the test files in the list `name` of tests/BUILD; none if Bazel runs a single file."""
   build = _FOLDER / 'BUILD'
   if not build.exists():
-    return []
+    return set()
   text = re.search(rf'^{name} = (\[.*?^\])', build.read_text(), re.M | re.S)[1]
-  return [_FOLDER / file for file in ast.literal_eval(text)]
+  return {_FOLDER / file for file in ast.literal_eval(text)}
 
 
 def pytest_addoption(parser):
@@ -71,8 +71,8 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
   """Runs the files in SLOW of tests/BUILD first, so that no worker is left with one at the end."""
-  places = {path: place for place, path in enumerate(FilesInBuild('SLOW'))}
-  items.sort(key=lambda item: places.get(item.path, len(places)))
+  slow = FilesInBuild('SLOW')
+  items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope='session', autouse=True)
