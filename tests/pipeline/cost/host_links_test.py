@@ -72,6 +72,32 @@ def testTheMemoryModelsAgree(name, policy):
   assert list(result.peak_bytes) == peaks
 
 
+_WITHIN_AND_AFTER = {
+  Kind.FORWARD: (1, 1),
+  Kind.LOAD: (1, 1),
+  Kind.OFFLOAD: (1, 0),
+  Kind.BACKWARD: (6, 0),
+  Kind.INPUT_GRADIENT: (6, 4),
+  Kind.WEIGHT_GRADIENT: (4, 0),
+}
+
+
+@pytest.mark.parametrize('name', ['interleaved_1f1b', 'zb_v'])
+def testThePeakIsTheSumOfWhatIsOnTheDevice(name):
+  """Under the policy `stage`, a micro-batch waits with its input, and returns with it."""
+  schedule = offload.WithOffload(schedules.Get(name, 4, 6, 2))
+  result = _Simulate(schedule, policy='stage')
+  for row, peak in zip(schedule.actions, result.device_peak_bytes, strict=True):
+    held, sums = {}, []
+    for action in actions.WithEndsOfCopies(row):
+      key = action.stage, action.micro_batch
+      held[key], after = _WITHIN_AND_AFTER[action.kind]
+      sums.append(sum(held.values()))
+      held[key] = after
+    assert peak == max(sums)
+    assert not any(held.values())
+
+
 def testTheHostHoldsNothingOfWhatHasNoBackward():
   schedule = offload.WithOffload(schedules.Get('gpipe', 2, 6))
   result = _Simulate(schedule, simulator.HostLink(1), trained=[False, True])
