@@ -21,7 +21,7 @@ import tempfile
 import hypothesis
 import pytest
 
-# Until the test files are imported: collections find nothing in a seventh of the time.
+# Collections would find nothing while the test files are imported, and take a seventh of the time.
 gc.disable()
 
 NUM_DEVICES = 4
@@ -104,7 +104,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_collection_finish():
-  """Exempts what test files have imported, half a million objects, from collections of garbage."""
+  """Collects garbage from now on, except among the half a million objects that were imported."""
   gc.freeze()
   gc.enable()
 
