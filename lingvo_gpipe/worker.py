@@ -54,7 +54,7 @@ def _Serve() -> int:
     address = spec.Address(index)
     if FLAGS.local_only and not local_port.IsLocal(address):
       raise binary.UsageError(
-        f'worker {index} is {address} for the others, where --local_only lets nobody reach it: '
+        f'worker {index} is {address} for the others, and --local_only lets nobody reach it there: '
         'name it localhost in the file of addresses, and let a tunnel end there, or give '
         '--trusted_network in place of --local_only (docs/network.md)'
       )

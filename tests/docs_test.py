@@ -298,7 +298,7 @@ def testTheGuidedTourIsTenShortReadings():
     assert _NumLines(ROOT / path, re.findall(r'`([\w.]+)`', symbols)) <= 200, path
 
 
-def testTheTableOfPlacesNamesWhatExists():
+def testTheTableOfPlacesNamesExistingFiles():
   table = ARCHITECTURE.read_text().partition('| Question')[2].partition('## ')[0]
   for symbol, path in re.findall(r'`([\w.]+)` in `([\w/]+\.py)`', table):
     assert _NumLines(ROOT / path, [symbol])

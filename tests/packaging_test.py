@@ -77,7 +77,7 @@ def testThePageOfInstallationListsEachExtra():
     assert name == 'dev' or set(brought.split(', ')) == packages
 
 
-def testEachDependencyHasAVersionWithWhichTheTestsPassed():
+def testEachDependencyHasATestedVersion():
   project = tomllib.loads((processes.ROOT / 'pyproject.toml').read_text())['project']
   lines = [*project['dependencies'], *sum(project['optional-dependencies'].values(), [])]
   pinned = {}

@@ -216,7 +216,7 @@ def testAnInputThatCannotBeSavedIsRefusedAtTheStart(trainer, tmp_path):
   assert processes.Steps(tmp_path) == []
 
 
-def testADamagedRecordOfAStreamEndsTheRunWhichCanResumeWithoutIt(trainer, tmp_path):
+def testARunEndsAtADamagedRecordOfAStreamAndResumesWithoutIt(trainer, tmp_path):
   line = _RefusedIn(trainer('Stream', tmp_path, 9))
   assert re.match(
     r'points\.tfrecord is damaged, .*: record 21, at byte 720: .*damaged_records to skip.*'

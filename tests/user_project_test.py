@@ -292,7 +292,7 @@ def testCheckNumericsNamesTheLayer(project, forks, tmp_path):
   assert 'step 1/40' in done.stdout
 
 
-def testASecondSignalEndsTheTrainerAtOnceWhateverTheStepDoes(project, forks):
+def testASecondSignalEndsTheTrainerAtOnceInAnyStep(project, forks):
   pid = forks.Start('trainer', '--model=mine.Slow', '--logdir=slow', cwd=project)
   forks.Await('waiting\n')
   for number in (signal.SIGTERM, signal.SIGINT):

@@ -77,7 +77,7 @@ def _Given() -> dict[str, Any] | None:
   try:
     values = json.loads(text)
   except (ValueError, RecursionError) as e:
-    raise binary.UsageError(f'--device_file={FLAGS.device_file} is no JSON: {e}') from e
+    raise binary.UsageError(f'--device_file={FLAGS.device_file} is not valid JSON: {e}') from e
   if FLAGS.num_devices and isinstance(values, dict):
     values['num_devices'] = FLAGS.num_devices
   return values
@@ -188,7 +188,7 @@ def _Explain(plans: planner.Planner, result: planner.Result) -> list[planner.Pre
   print('\nOne thing changed:')
   print(report.Table(near, best, memory))
   print(f'\n{report.LEGEND}')
-  print('\nA step for each R and K (> at the least):')
+  print('\nA step for each R and K (>: a lower bound):')
   print(report.Grid(result))
   return near
 

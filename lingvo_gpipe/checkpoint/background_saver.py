@@ -53,7 +53,7 @@ class BackgroundSaver:
     self._lock = lock
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
-    self._copy_seconds = 0.0  # Of the current save.
+    self._copy_seconds = 0.0  # The time of copies in the current save.
     self.num_saves = 0
     self.blocked_seconds = 0.0
     self.write_seconds = 0.0

@@ -70,7 +70,7 @@ class BaseLayer(layer_tree.LayerTree):
   # Whether, if this is the last layer, a loss gets `ForLoss` in the place of the outputs of FProp.
   loss_takes_inputs = False
 
-  # Of a softmax with `ForLoss` whose vocabulary can be shared out over devices: {path of a weight
+  # A softmax with `ForLoss`, whose vocabulary can be shared out over devices, has {path of a weight
   # below the layer: the axis of its classes}, for all weights.
   class_axes: Mapping[str, int] = types.MappingProxyType({})
 

@@ -156,7 +156,7 @@ FLOAT_DTYPE = Domain('a floating dtype such as float32', _IsFloatDType)
 PARAMS = Domain('Params', lambda x: hasattr(x, 'FromText'))
 
 _INT32_MAX = (1 << 31) - 1
-SIZE = Int(1, _INT32_MAX)  # Of a dimension of a tensor.
+SIZE = Int(1, _INT32_MAX)  # The size of a dimension.
 SIZES = ListOf(SIZE)
 INDEX = Int(0, _INT32_MAX)  # A size that may be 0, or an index of a dimension.
 COUNT = Int(0)
@@ -166,7 +166,7 @@ MAX_EXAMPLES = 1 << 40
 EXAMPLES = Int(0, MAX_EXAMPLES)
 NOT_NEGATIVE = Number(0)
 POSITIVE = Number(above=0)
-PROBABILITY = Number(0, below=1)  # Of dropping: 1 would drop everything.
+PROBABILITY = Number(0, below=1)  # The probability of dropping: 1 would drop everything.
 
 
 def Infer(value: Any) -> Domain:

@@ -63,7 +63,7 @@ class LayerTree(tf.Module):
       name: self._Comparable(value)
       for name, value in self.__dict__.items()
       if name not in self._base_names
-      # What tf.Module sets to track attributes, and `CreateChild` to let it find layers.
+      # tf.Module sets these to track attributes, and `CreateChild` to let it find layers.
       and not name.startswith('_self_')
       and name.removeprefix('_child_') not in self._layer_children
       and not isinstance(getattr(type(self), name, None), functools.cached_property)

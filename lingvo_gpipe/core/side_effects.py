@@ -192,7 +192,7 @@ def _Checking(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def Checked(*args: Any) -> Any:
-      # So that a weight that is an argument differs from the same weight in the surroundings.
+      # A weight that is an argument must differ from the same weight in the surroundings.
       args = tf.nest.map_structure(tf.identity, args, expand_composites=True)
       with NewOperations() as operations:
         results, gradient = f(*args)

@@ -127,7 +127,7 @@ class KerasLoss:
     is_new = metrics is not None and not metrics.built
 
     def Compute(y: Any, y_pred: Any, sample_weight: Any) -> None:
-      self._is_sum, self.outputs = [], []  # What makes variables is traced twice.
+      self._is_sum, self.outputs = [], []  # A trace that makes variables is repeated.
       predictions = dict(zip(map(id, keras.tree.flatten(y_pred)), self._graph.outputs, strict=True))
 
       def Run(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
@@ -427,9 +427,9 @@ class KerasLoss:
     rows = [micro_batch.BatchSize(args) for args, _ in micro_batches]
     divisors = []
     for (args, side), r in zip(micro_batches, rows, strict=True):
-      of_outputs = [None] * len(self._graph.outputs) if masks is None else masks(args)
+      output_masks = [None] * len(self._graph.outputs) if masks is None else masks(args)
       divisors.append(
-        keras_masks.RunNeeded(self._divisors, r, of_outputs, side.y, side.sample_weight)
+        keras_masks.RunNeeded(self._divisors, r, output_masks, side.y, side.sample_weight)
       )
     total = tf.add_n(divisors)
     is_sum, ones = tf.constant(self._is_sum, tf.bool), tf.ones_like(total)

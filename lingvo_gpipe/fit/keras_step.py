@@ -143,7 +143,7 @@ class KerasStep:
       updates = _Compiled(optimizer, self._updates) if is_compiled else _OneByOne(optimizer)
       with _BesideInputs(), updates:
         pairs = self._variables.items()
-        optimizer.apply_gradients(  # Which Keras's `train_step` calls, and a user may override.
+        optimizer.apply_gradients(  # Keras's `train_step` calls it, and a user may override it.
           [(gradients[path] if path in connected else None, v) for path, v in pairs]
         )
     layer_statistics.Assign(engine, state)

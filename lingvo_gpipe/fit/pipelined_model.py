@@ -155,7 +155,7 @@ class PipelinedModel(keras.Model):
     self._num_evaluations = 0
     # Keras sets no attribute that has the value already, and `__getattr__` has the model's.
     self.__dict__.update(optimizer=None)
-    self._first_trainable: list[bool] | None = None  # Of each variable, at the first step.
+    self._first_trainable: list[bool] | None = None  # For each variable.
     if model.compiled:  # Read from a file, for example.
       self._CompileAsTheModel()
 
@@ -234,7 +234,7 @@ class PipelinedModel(keras.Model):
 
   @stop_training.setter
   def stop_training(self, value: bool) -> None:
-    if 'model' in self.__dict__:  # Else Keras initialises this object.
+    if 'model' in self.__dict__:  # Otherwise Keras initialises this object.
       self.model.stop_training = value
 
   @property

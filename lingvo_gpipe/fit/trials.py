@@ -94,10 +94,10 @@ class Trial:
         break
       batches = [rows, rows[::-1], [*rows, *rows], *parts]
       _, losses = self._Run(called, batches, steps=[0, 1, 0, 0, 0], do_eval=do_eval)
-      for layer, (loss, again, twice, *of_parts) in losses.items():
+      for layer, (loss, again, twice, *part_values) in losses.items():
         # Another order and other random numbers change no mean and no sum. NaN is never close.
         if layer in unknown and _AreClose(loss, again, 1e-3):
-          mean = float(np.average(of_parts, weights=sizes))
+          mean = float(np.average(part_values, weights=sizes))
           _CheckMean(layer.path, unknown.pop(layer), loss, twice, mean)
 
   def _FirstDependent(self, outputs: list[list[Any]]) -> keras_cell_layer.KerasCellLayer | None:

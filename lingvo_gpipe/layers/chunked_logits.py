@@ -98,7 +98,7 @@ def Join(slices: Sequence[SliceStatistics], class_ids: tf.Tensor, num_classes: i
   xent = log_sum - tf.add_n([s.label for s in slices])
   is_class = (class_ids >= 0) & (class_ids < num_classes)
   total = tf.cast(num_classes, log_sum.dtype) * log_sum - tf.add_n([s.total for s in slices])
-  # Of equal logits the first counts, as in tf.argmax.
+  # The first of equal logits counts, like in tf.argmax.
   top = tf.one_hot(tf.argmax(tf.stack([s.top for s in slices])), len(slices), axis=0)
   hits = tf.reduce_sum(tf.cast(top, log_sum.dtype) * tf.stack([s.hits for s in slices]), axis=0)
   nan = tf.fill(tf.shape(xent), tf.constant(float('nan'), xent.dtype))

@@ -33,7 +33,7 @@ _PATTERNS = (
 _NUM_EXAMPLES = 4  # Paths that a message names.
 
 
-class Stage(Protocol):
+class LearnerStage(Protocol):
   """The attributes of a pipeline stage that a learner uses."""
 
   device: str
@@ -185,7 +185,7 @@ class Learner:
 
   def Build(
     self,
-    stages: Sequence[Stage],
+    stages: Sequence[LearnerStage],
     shared: shared_weights.SharedWeights | None = None,
     *,
     is_compiled: bool = False,

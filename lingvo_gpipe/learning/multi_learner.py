@@ -123,7 +123,7 @@ class MultiLearner:
 
   def Build(
     self,
-    stages: Sequence[learner.Stage],
+    stages: Sequence[learner.LearnerStage],
     shared: shared_weights.SharedWeights | None = None,
     *,
     is_compiled: bool = False,

@@ -260,8 +260,8 @@ class Decoder:
     walk.Run(self._pipeline.ForwardSchedule(stages, len(pieces)).EmissionOrder(), Emit)
     with tf.device(last.device):
       outputs = [
-        of_slices[0] if len(of_slices) == 1 else tf.concat(of_slices, axis=-1)
-        for of_slices in parts
+        slice_outputs[0] if len(slice_outputs) == 1 else tf.concat(slice_outputs, axis=-1)
+        for slice_outputs in parts
       ]
       return micro_batch.Merge(outputs), states
 

@@ -118,7 +118,7 @@ class Emission:
     self._stages = stages
     self._functions = functions
     self._micro_batches = micro_batches
-    # As `SeedTensor` takes it: micro-batches add their number to the constant part.
+    # In the form of `SeedTensor`: micro-batches add their number to the constant part.
     self._counter = tf.stack([tf.zeros([], tf.int64), 0 if counter is None else counter])
     self._do_eval = do_eval
     self._with_loss = with_loss

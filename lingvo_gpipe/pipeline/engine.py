@@ -7,18 +7,18 @@ A step of K = 2 stages and M = 2 micro-batches under `gpipe`. Time goes down, de
 
          device 0                      device 1
     [2]  0F0  args[0,0]
-         0F1  args[0,1] ──args[1,0]──> 1F0  args[1,0], side 0 ──> sums of loss and metrics  [3]
+         0F1  args[0,1] ──args[1,0]──> 1F0  args[1,0], side 0 ──> sums of loss and metrics
                         ──args[1,1]──> 1F1  args[1,1], side 1 ──> sums
-                                       1B1  x[1,1] ──> recomputes, accumulators += dw       [4]
+                                       1B1  x[1,1] ──> recomputes, accumulators += dw       [3]
          0B1  x[0,1]    <──dargs[1,1]─ 1B0  x[1,0] ──> recomputes, accumulators += dw
          0B0  x[0,0]    <──dargs[1,0]─
          recomputes, accumulators += dw
-    [5]  the accumulators are full: gradients of the sum of loss_weight * loss
+    [4]  the accumulators are full: gradients of the sum of loss_weight * loss
 
 Called inside a tf.function, `Accumulate` lays out one multi-device graph. TensorFlow's dataflow
 runtime overlaps the devices and moves the tensors that pass between stages. The actions of a device
 are chained by control dependencies, so they run in the order of the schedule. The engine ends at
-[5]; `runners.replica_update` sums the replicas and updates the weights.
+[4]; `runners.replica_update` sums the replicas and updates the weights.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class PipelineEngine:
     num_devices = max(self.stage_to_device) + 1
     per_replica = len(devices) // num_replicas
     if per_replica < num_devices or len(devices) % num_replicas:
-      of_each = f' for each of {num_replicas} replicas' if num_replicas > 1 else ''
+      for_each = f' for each of {num_replicas} replicas' if num_replicas > 1 else ''
       raise ValueError(
-        f'{len(ends)} stages need {num_devices} devices{of_each}, the same number for each; got '
+        f'{len(ends)} stages need {num_devices} devices{for_each}, the same number for each; got '
         f'{len(devices)}: {", ".join(devices)}'
       )
     rematerialisation.CheckPolicy(remat_policy)
@@ -161,28 +161,32 @@ class PipelineEngine:
     self._table_gradients = table_gradients.TableGradients(layers)
     self._logged_small_batch = False
     self.shares_vocabulary, head = bool(vocabulary), layers[-1]
-    of_shards, of_slices = {}, devices[: len(vocabulary)]
+    shard_devices, slice_devices = {}, devices[: len(vocabulary)]
     if vocabulary and head.class_shards:
-      of_shards[head.path] = vocabulary_slices.DevicesOfShards(head, vocabulary, of_slices)
+      shard_devices[head.path] = vocabulary_slices.DevicesOfShards(head, vocabulary, slice_devices)
       if vocabulary_tables.CanShare(layers[0], head):
-        of_shards[layers[0].path] = of_shards[head.path]
-    of_first = [devices[k] for k in self.stage_to_device]
-    self.stages = stage_lib.Stages(layers, ends, of_first, self.ties, is_trained, of_shards)
+        shard_devices[layers[0].path] = shard_devices[head.path]
+    first_devices = [devices[k] for k in self.stage_to_device]
+    self.stages = stage_lib.Stages(
+      layers, ends, first_devices, self.ties, is_trained, shard_devices
+    )
     variables = {path: v for layer in layers for path, v in layer.VariablesByPath().items()}
     slices: list[vocabulary_slices.Slice] = []
     tables: list[vocabulary_tables.Table] = []
-    if layers[0].path in of_shards:
-      self.stages[0], tables = vocabulary_tables.MoveShards(self.stages[0], vocabulary, of_slices)
-    if of_shards:
-      slices = vocabulary_slices.MoveShards(self.stages[-1], vocabulary, of_slices)
+    if layers[0].path in shard_devices:
+      self.stages[0], tables = vocabulary_tables.MoveShards(
+        self.stages[0], vocabulary, slice_devices
+      )
+    if shard_devices:
+      slices = vocabulary_slices.MoveShards(self.stages[-1], vocabulary, slice_devices)
     elif vocabulary:
-      slices = vocabulary_slices.CopySlices(self.stages[-1], self.ties, vocabulary, of_slices)
+      slices = vocabulary_slices.CopySlices(self.stages[-1], self.ties, vocabulary, slice_devices)
     first = replicas.Replica(self.stages, variables, slices, tables)
     self.replicas = [first]
     placement = [*self.stage_to_device, *range(len(slices))]
     for r in range(1, num_replicas):
-      of_replica = devices[r * per_replica : (r + 1) * per_replica]
-      self.replicas.append(replicas.Copy(first, [of_replica[k] for k in placement]))
+      replica_devices = devices[r * per_replica : (r + 1) * per_replica]
+      self.replicas.append(replicas.Copy(first, [replica_devices[k] for k in placement]))
     if num_replicas > 1:
       replicas.SumStatistics(self.replicas, xla)
     self.SyncTies()
@@ -324,7 +328,7 @@ class PipelineEngine:
     for r, (replica, share) in enumerate(zip(self.replicas, shares, strict=True)):
       if not share:
         continue
-      pieces = micro_batches[share.start : share.stop]
+      replica_micro_batches = micro_batches[share.start : share.stop]
       walk: emission.Emission
       if replica.slices:
         vocabulary_slices.SyncSlices(replica.slices, replica.variables)
@@ -332,7 +336,7 @@ class PipelineEngine:
           replica.stages,
           replica.slices,
           self.functions,
-          pieces,
+          replica_micro_batches,
           counter + share.start,
           do_eval=do_eval,
           copies=self.host_copies,
@@ -343,7 +347,7 @@ class PipelineEngine:
         walk = emission.Emission(
           replica.stages,
           self.functions,
-          pieces,
+          replica_micro_batches,
           counter + share.start,
           do_eval=do_eval,
           with_loss=True,
@@ -360,10 +364,10 @@ class PipelineEngine:
 
   def _Sums(self, walks: Sequence[emission.Emission]) -> dict[str, tf.Tensor]:
     """Returns the metrics' sums, or joined rows, over all replicas."""
-    of_walks = [walk.Sums() for walk in walks]
+    walk_sums = [walk.Sums() for walk in walks]
     rows = [walk.Rows() for walk in walks]
     with tf.device(self.stages[-1].device):
-      sums = {name: tf.add_n([sums[name] for sums in of_walks]) for name in of_walks[0]}
+      sums = {name: tf.add_n([sums[name] for sums in walk_sums]) for name in walk_sums[0]}
       return sums | {name: tf.concat([r[name] for r in rows], axis=0) for name in rows[0]}
 
   def _LayerSums(self, walks: Sequence[emission.Emission]) -> dict[str, nested_map.NestedMap]:
@@ -433,7 +437,7 @@ class PipelineEngine:
 
   def Forward(
     self,
-    inputs: Sequence[tuple[Any, ...]],
+    args: Sequence[tuple[Any, ...]],
     *,
     theta: Sequence[Sequence[Any]] | None = None,
     counter: tf.Tensor | None = None,
@@ -442,7 +446,7 @@ class PipelineEngine:
     """Runs forward only, without the loss, in the first replica.
 
     Args:
-      inputs: for each micro-batch the arguments of the first layer.
+      args: for each micro-batch the arguments of the first layer.
       theta: for each stage and layer its weights as tensors; None takes the variables.
       counter: int64 scalar, the step counter (see `fprop_context`) of micro-batch 0; needed if
         do_eval is False.
@@ -451,25 +455,31 @@ class PipelineEngine:
     Returns:
       The walk, with the outputs, the stages' inputs and the layers' sums.
     """
-    pieces = [micro_batch.MicroBatch(args) for args in inputs]
+    micro_batches = [micro_batch.MicroBatch(x) for x in args]
     stages = self.stages if theta is not None else self.forward_stages
     walk: emission.Emission
     if stages is self.stages:
       walk = emission.Emission(
-        stages, self.functions, pieces, counter, do_eval=do_eval, with_loss=False, theta=theta
+        stages,
+        self.functions,
+        micro_batches,
+        counter,
+        do_eval=do_eval,
+        with_loss=False,
+        theta=theta,
       )
     else:
       walk = vocabulary_emission.VocabularyEmission(
         self.stages,
         self.replicas[0].slices,
         self.functions,
-        pieces,
+        micro_batches,
         counter,
         do_eval=do_eval,
         with_loss=False,
         tables=self.replicas[0].tables,
       )
-    walk.Emit(self.ForwardSchedule(stages, len(inputs)))
+    walk.Emit(self.ForwardSchedule(stages, len(micro_batches)))
     return walk
 
   def ThetaBackward(

@@ -48,7 +48,7 @@ class HostCopies:
       after: results that the copy waits for.
     """
     with tf.device(device), tf.control_dependencies(after):
-      # What another device made is sent from this one, after `after`.
+      # This device sends the tensors of other devices too, after `after`.
       nest = self._Pass(nest)
     with tf.device(self.HostOf(device)):
       return self._Pass(nest)

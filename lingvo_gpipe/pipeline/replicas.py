@@ -327,7 +327,7 @@ class StatisticsSum:
     if place not in self._instance_keys:
       self._instance_keys[place] = next(_instance_keys)
     graph = tf.identity(value).graph  # The value itself may be of an enclosing graph.
-    # Else sums of independent branches could start in another order in each replica.
+    # Otherwise sums of independent branches could start in another order in each replica.
     with tf.control_dependencies([self._last[graph]] if graph in self._last else []):
       self._last[graph] = _AllReduce(
         value, self._num_replicas, self._group_key, self._instance_keys[place], 'ring'
@@ -337,7 +337,7 @@ class StatisticsSum:
 
 @dataclasses.dataclass
 class Shard:
-  """The weights that a learner updates on one device (see `learner.Stage`)."""
+  """The weights that a learner updates on one device (see `learner.LearnerStage`)."""
 
   device: str
   trained: dict[str, tf.Variable]

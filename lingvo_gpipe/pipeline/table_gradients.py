@@ -111,7 +111,7 @@ class TableGradients:
     once = self._Rows(paths, args, 1)
     try:
       twice = self._Rows(paths, args, 2)
-    except Exception:  # Of a layer that limits the size of its batch, for example.
+    except Exception:  # For example, a layer limits the size of its batch.
       twice = {}
     for path in paths:
       rows, is_constant = once.get(path, (0, False))

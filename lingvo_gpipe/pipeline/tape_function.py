@@ -47,10 +47,10 @@ class TapeFunction:
   def Run(self, theta: Sequence[Any], args: tuple[Any, ...], counter: tf.Tensor) -> Any:
     """Returns the pipeline's outputs, differentiable by the floating leaves of theta and args."""
     per_stage: list[Any] = []
-    of_layers = iter(theta)
+    layer_thetas = iter(theta)
     for s in self._pipeline.stages:
       with tf.device(s.device):
-        per_stage.append(AsTensors([next(of_layers) for _ in s.layers]))
+        per_stage.append(AsTensors([next(layer_thetas) for _ in s.layers]))
     weights = leaves.Floats(per_stage)
     # TensorFlow keeps the gradient functions of graphs as long as the process runs. What they hold,
     # the layers with their weights, would stay in memory.

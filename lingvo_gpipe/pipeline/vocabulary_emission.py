@@ -146,8 +146,8 @@ class VocabularyEmission(emission.Emission):
           self._args[len(self._stages), m] = tf.concat(self._logits.pop(m), axis=-1)
 
   def _TakeStatistics(self, m: int) -> list[list[chunked_logits.SliceStatistics]]:
-    of_slices = self._statistics.pop(m)
-    return [of_slices[s.number] for s in self._slices]
+    slice_statistics = self._statistics.pop(m)
+    return [slice_statistics[s.number] for s in self._slices]
 
   def _TakeGradient(self, s: stage_lib.Stage, m: int) -> list[tf.Tensor] | None:
     if not isinstance(s, vocabulary_slices.Slice):
@@ -193,8 +193,8 @@ class VocabularyEmission(emission.Emission):
 
   def LastResults(self, device: str | None = None) -> list[tf.Tensor]:
     """See `Walk.LastResults`; includes the gradients of rows."""
-    of_rows = [t for d, ts in self._last_gradient.items() if device in (None, d) for t in ts]
-    return [*super().LastResults(device), *of_rows]
+    row_gradients = [t for d, ts in self._last_gradient.items() if device in (None, d) for t in ts]
+    return [*super().LastResults(device), *row_gradients]
 
   def _CallLoss(self, m: int, function: Any, *args: Any) -> Any:
     """Returns function(StageCall of the head, *args), on its device, beside the walk's calls."""

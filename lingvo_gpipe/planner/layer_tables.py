@@ -108,12 +108,12 @@ def _Vocabulary(
 ) -> model_costs.Vocabulary | None:
   """Returns how devices can share the last layer; None if they cannot."""
   first, head = calls[0].layer, calls[-1].layer
-  num_parts, of_part = vocabulary_split.Parts(head)
+  num_parts, part_classes = vocabulary_split.Parts(head)
   if not num_parts or not _TakesStatistics(calls[-1], loss_fn, side_specs):
     return None
   return model_costs.Vocabulary(
     num_parts,
-    of_part,
+    part_classes,
     None if head.class_shards else weights.CopyBytes(head),
     vocabulary_tables.CanShare(first, head),
   )

@@ -123,14 +123,14 @@ def _BoundShared(choice: plan_choice.Choice, totals: Totals) -> float:
   m, k = choice.num_micro_batches, choice.num_devices
   sums = totals.recomputed if choice.recomputes else totals.plain
   is_split = choice.schedule in plan_choice.SPLIT
-  of_layers = sums.total - sums.head
-  path = (of_layers + sums.head / k) * (sums.least_share if is_split else 1.0)
+  layers_work = sums.total - sums.head
+  path = (layers_work + sums.head / k) * (sums.least_share if is_split else 1.0)
   bound = max(m * sums.largest_but_head, path, m * sums.total / k)
   r = sums.least_forward_share if is_split else 1.0
   if choice.stages_per_device == 1 and r and m > 1:
     for i in range(1, k):
       inverse = (1 - r / m) ** -i
-      bound = max(bound, (sums.head + of_layers * inverse) / ((k - i) / m + (inverse - 1) / r))
+      bound = max(bound, (sums.head + layers_work * inverse) / ((k - i) / m + (inverse - 1) / r))
   if choice.remat_policy == 'except_last':
     bound -= totals.recompute
   return max(bound, 0.0)

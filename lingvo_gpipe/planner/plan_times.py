@@ -130,8 +130,8 @@ class Times:
       x for x, policy in zip(recompute, policies, strict=True) if policy == 'except_last'
     )
     self.stages = [sum(x) for x in zip(forward, inputs, gradients, recompute, strict=True)]
-    # What earlier stages do while a later one cannot work: with a split backward, F only, because
-    # the later one may run W while they run I.
+    # The actions of earlier stages while a later one cannot work. With a split backward they are F
+    # only, because the later one may run W while they run I.
     self._critical = forward if choice.schedule in plan_choice.SPLIT else self.stages
 
   def Costs(self, with_links: bool = True) -> simulator.Costs:
@@ -170,7 +170,7 @@ class Times:
     """Returns the time of all copies of the device that has the most, in one direction."""
     assert self._to_host is not None and self.sizes is not None
     trained = [any(layers_trained[a:b]) for a, b in partitioner.StageRanges(ends)]
-    # Of the first micro-batch, than which no other one has less.
+    # The bytes of the first micro-batch, the least of all micro-batches.
     schedule = plan_schedules.Get(self._choice, self._choice.num_devices)
     work = step_work.StepWork(schedule, self._policies, trained)
     num_bytes = activation_memory.StoredBytes(work, self.sizes, [1] * schedule.num_micro_batches)

@@ -131,7 +131,7 @@ class MetricsLog:
         lines[(*key, number)] = f'{line}\n'
       elif is_kept(key):
         place = (*key, -1)
-        lines.pop(place, None)  # Of several lines the last one counts, at its position.
+        lines.pop(place, None)  # The last of several lines counts, at its position.
         lines[place] = f'{line}\n'
     self._keys = {place[:2] for place in lines}
     new_text = ''.join(lines.values())

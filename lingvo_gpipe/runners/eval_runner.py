@@ -223,7 +223,7 @@ class EvalRunner:
     Args:
       batch: the rows, for the first layer.
       batch_for_loss: the rows, for the loss.
-      num_micro_batches: number of pieces.
+      num_micro_batches: number of micro-batches.
       device: device of the first layer's arguments; None lets TensorFlow choose.
       device_of_loss: device of the loss's inputs and weights; None lets TensorFlow choose.
     """
@@ -231,23 +231,23 @@ class EvalRunner:
       side = self.task.LossInputs(batch_for_loss)
     pipeline = self.task.pipeline
     if pipeline is None:
-      pieces, sides = [(batch,)], [side]
+      args, sides = [(batch,)], [side]
     else:
       batch_dim = pipeline.params.batch_dim
       with tf.device(device):
-        args = self.task.PipelineInputs(batch)
-        sizes = micro_batch.BatchSize(args, batch_dim), micro_batch.BatchSize(side)
+        inputs = self.task.PipelineInputs(batch)
+        sizes = micro_batch.BatchSize(inputs, batch_dim), micro_batch.BatchSize(side)
         if sizes[0] != sizes[1]:
           raise ValueError(
             f'{self.task.path}: PipelineInputs has a batch of {sizes[0]} at dimension {batch_dim} '
             f'(batch_dim of its PipeliningLayer), but LossInputs one of {sizes[1]} at dimension 0'
           )
-        pieces = micro_batch.Split(args, num_micro_batches, batch_dim)
+        args = micro_batch.Split(inputs, num_micro_batches, batch_dim)
       with tf.device(device_of_loss):
         sides = micro_batch.Split(side, num_micro_batches)
     with tf.device(device_of_loss):
       weights = [self.task.LossWeight(side) for side in sides]
-    return [micro_batch.MicroBatch(*piece) for piece in zip(pieces, sides, weights, strict=True)]
+    return [micro_batch.MicroBatch(*fields) for fields in zip(args, sides, weights, strict=True)]
 
   def _Metrics(
     self, theta: nested_map.NestedMap, outputs: tuple[Any, ...], side: nested_map.NestedMap

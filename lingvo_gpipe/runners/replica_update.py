@@ -42,7 +42,7 @@ class ReplicaUpdate:
     self._others: list[multi_learner.MultiLearner] = []
     self._shards: replicas.ShardedWeights | None = None
     # The accumulators in these stages hold the gradients of all micro-batches.
-    self.stages: Sequence[learner.Stage] = engine.holders
+    self.stages: Sequence[learner.LearnerStage] = engine.holders
     if len(engine.replicas) > 1 and train.shard_optimizer_slots:
       self._shards = replicas.ShardedWeights(engine.replicas)
       self.stages = self._shards.Stages()

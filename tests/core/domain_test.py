@@ -106,7 +106,7 @@ def testValuesFromCodeAreCheckedAtInstantiate():
 @pytest.mark.parametrize(
   ('default', 'text', 'value'), [(0, '7', 7), (0, '7.5', 7.5), (0.0, '7', 7.0)]
 )
-def testAnIntegerStaysOneWhereOtherNumbersWouldDo(default, text, value):
+def testAnIntegerStaysAnInteger(default, text, value):
   p = hyperparams.Params()
   p.Define('warmup_steps', default, '', domain.NOT_NEGATIVE)
   p.FromText(f'warmup_steps:{text}')

@@ -139,7 +139,7 @@ def testNamedFunctionsHaveOnlyTheirName():
   assert literals.WriteValue(literals.Shorten) == 'type/lingvo_gpipe.core.literals/Shorten'
 
 
-def testClassesOfWhichNothingIsKnownAreNamed():
+def testUnknownClassesAreNamed():
   class Local:
     def Method(self):
       pass
@@ -174,7 +174,7 @@ def testTextWithSeparatorsIsOneValue():
   assert p.Copy().FromText(p.ToText()).x == p.x
 
 
-def testTensorsAreToldApart():
+def testTensorsAreDistinguished():
   tf = pytest.importorskip('tensorflow')
   for a, b in (([1.0, 2.0], [1.0, 3.0]), ('a', 'b'), (1, 1.0), ([[1]], [1])):
     assert literals.WriteValue(tf.constant(a)) == literals.WriteValue(tf.constant(a))

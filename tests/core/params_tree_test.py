@@ -346,7 +346,7 @@ class _Cached:
     (_Cached(1, 2), _Cached(1, 3)),
   ],
 )
-def testWhatAComputationCouldTellApartIsNotExactlyEqual(a, b):
+def testValuesThatAComputationDistinguishesAreNotExactlyEqual(a, b):
   assert a == b
   assert params_tree.Equal(a, a, exactly=True)
   assert not params_tree.Equal(a, b, exactly=True)

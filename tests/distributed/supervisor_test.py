@@ -124,7 +124,7 @@ def testAChildIsReplacedIfAWorkerFailed(tmp_path, train, last, expected, message
   assert message or not stderr
 
 
-def testAChildWhoseWriteHangsIsReplaced(tmp_path):
+def testAChildIsReplacedIfItsWriteHangs(tmp_path):
   train = """
   if child == 1:
     return 0
@@ -173,7 +173,7 @@ def _AwaitFile(path):
   return path.read_text()
 
 
-def testSignalsReachTheChildWhichDecidesTheExitStatus(tmp_path):
+def testSignalsReachTheChildAndItsStatusIsReturned(tmp_path):
   train = """
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   (here / 'ready').write_text('yes')

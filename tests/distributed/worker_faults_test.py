@@ -412,7 +412,7 @@ def testAnEvaluatorResumesAfterItsWorkerIsKilledOrHangs(forks, project, tmp_path
     (False, 'best', 'from the checkpoint of step 3'),
   ],
 )
-def testAnEvaluatorLogsTheCheckpointFromWhichItResumes(monkeypatch, once, checkpoint, expected):
+def testAnEvaluatorLogsTheCheckpointItResumes(monkeypatch, once, checkpoint, expected):
   flags = types.SimpleNamespace(once=once, checkpoint=checkpoint)
   monkeypatch.setattr(evaluator, 'FLAGS', flags)
   progress = eval_program.EvalProgress()

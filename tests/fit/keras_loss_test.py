@@ -432,7 +432,7 @@ def testLossesThatAssertSomethingOfThePredictions():
   keras_fits.CheckFit(Make, X, keras_fits.Classes(12, 3)[1], lambda: {'loss': Checked}, SIZES)
 
 
-def testLossesWhoseValuesHaveAnotherShapeThanTheBatch():
+def testLossesWithAnotherShapeThanTheBatch():
   """The values of all positions are in one dimension, or the examples in the last."""
 
   def Values(y, y_pred):

@@ -216,7 +216,7 @@ def testEvaluateAndPredict():
 # ---- weights and files ---------------------------------------------------------------------------
 
 
-def testVariablesStayWhereTheyAreUntilTheFirstBatch():
+def testVariablesDoNotMoveBeforeTheFirstBatch():
   model = keras_fits.Seeded(keras_fits.Mlp)
   before = [v.value for v in model.weights]
   pipe = keras_fits.Pipe(model, 3)
@@ -446,7 +446,7 @@ def testLoraOnQuantizedWeights():
   keras_fits.CheckFit(Make, X, Y, _Squares, epochs=1)
 
 
-def testAMetricThatAnotherModelHasUpdatedBeginsAnew():
+def testAMetricOfAnotherModelIsResetFirst():
   metric = METRICS.MeanAbsoluteError(name='mae')
   metric.update_state(Y, Y + 5.0)
   pipe = _Made()

@@ -176,7 +176,7 @@ def memory_forks(tmp_path_factory):
 
 
 @pytest.mark.parametrize('case', [LORA, FULL], ids=['lora', 'full'])
-def testTwoWorkersTrainWhatPlainKerasCannot(case, memory_forks, tmp_path):
+def testTwoWorkersTrainAModelTooLargeForPlainKeras(case, memory_forks, tmp_path):
   """While it loads and saves, a process holds the weights of its stages, and at most a block."""
   program, path, hosts = (tmp_path / name for name in ('program.py', 'preset', 'hosts.json'))
   program.write_text(PROGRAM)

@@ -90,7 +90,8 @@ def testRepeatedPassesTraceTheExamplesOnce():
   _AssertSameBatches(_Batches(generator), first)
 
 
-def testOnlyWhatIsTunedHasATunerForWhoseSleepItsEndWaits():
+def testOnlyTunedDatasetsHaveATuner():
+  """A tuner sleeps between its changes, and the end of the dataset waits for it."""
   assert _Input().Dataset().options().autotune.enabled is False
   for name in ('num_prefetch', 'num_parallel_calls'):
     assert _Input(**{name: -1}).Dataset().options().autotune.enabled is not False

@@ -96,7 +96,7 @@ def testTicksAreRoundAndWithin():
     assert 2 <= len(ticks) <= 7 and low - 1e-9 <= ticks[0] and ticks[-1] <= high + 1e-9
 
 
-def testReadLeavesOutWhatIsNoLine(tmp_path):
+def testReadSkipsInvalidLines(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   good = {'step': 1, 'time': 5.0, 'split': 'train', 'values': {'loss': None, 'x': 2}}
   bad = [{**good, 'time': 1e30}, {**good, 'values': 3}, {**good, 'step': 10**400}, {'step': 1}, []]

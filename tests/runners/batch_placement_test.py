@@ -307,7 +307,7 @@ def _Cpu(worker):
   return f'/job:worker/replica:0/task:{worker}/device:CPU:0'
 
 
-def testEachWorkerReadsWhatItsStageNeeds(output):
+def testEachWorkerReadsTheDataOfItsStage(output):
   values, _ = output
   assert values['workers']['devices'] == {'firsts': [[_Cpu(0)]], 'lasts': [[_Cpu(1)] * 2]}
   for key in ('losses', 'checked'):

@@ -43,7 +43,7 @@ def _Model(**tasks):
   return p
 
 
-def testTheHintNamesThePipelineWhereverItIs():
+def testTheHintNamesThePipelineAtAnyPath():
   task = training.Params().task
   within = hyperparams.Params()
   within.Define('pipe', pipelining_layer.PipeliningLayer.Params(), '')

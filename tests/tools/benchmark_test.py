@@ -331,7 +331,7 @@ def testTorchHasBalancedStages():
   assert torch_peer.StageEnds([1] * 10, 4) in ([2, 5, 7, 10], [2, 4, 7, 10], [3, 5, 8, 10])
 
 
-def testWorkloadCWithoutKerasHubSaysWhatToInstall(monkeypatch):
+def testWorkloadCWithoutKerasHubNamesThePackage(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
   with pytest.raises(ValueError, match='pip install .*keras-hub'):
     configuration.Grid(

@@ -164,7 +164,7 @@ class _Recorded(tf_record_stream.TfRecordStream):
     return nested_map.NestedMap(inputs=values[:4], targets=values[4:])
 
 
-def testADamagedRecordEndsTheRunWhichThenResumesWithoutIt(tmp_path, capsys):
+def testARunEndsAtADamagedRecordAndResumesWithoutIt(tmp_path, capsys):
   """No checkpoint has the failure, although batches are read ahead and each step is saved."""
   path = tmp_path / 'points.tfrecord'
   points = np.random.default_rng(3).uniform(size=[100, 6]).astype(np.float32)

@@ -61,7 +61,7 @@ class _CellScope(keras.StatelessScope):
       ValueError: the variable is trained and not of the cell, so its gradient would be lost.
     """
     value = super().get_current_value(variable)
-    if value is None and keras_variables.IsSeed(variable):  # Of keras.random without a seed.
+    if value is None and keras_variables.IsSeed(variable):  # keras.random has no seed.
       value = self._new_seed(variable)
       self.add_update((variable, value))
     if value is None and id(variable) in self._trained:
@@ -479,14 +479,13 @@ def _RelativeRows(entering: Mapping[keras_nodes.Value, Any]) -> tf.Tensor:
   }
   if not unknown:  # Constants only: each micro-batch computes the same.
     return tf.ones([], tf.float64)
-  # Of [time, 1, dim] and [time, batch, dim] only the second, with more unknown sizes, has examples.
+  # A tensor [time, 1, dim] has fewer unknown sizes than [time, batch, dim], and no examples.
   v = min(unknown, key=lambda v: (min(unknown[v], default=math.inf), -len(unknown[v])))
   shape = tf.shape(entering[v])
   return tf.reduce_prod([tf.cast(shape[i], tf.float64) for i in unknown[v] or [0]])
 
 
-# What Keras attaches to tensors: masks; and to a softmax or sigmoid its logits, from which losses
-# compute.
+# Keras attaches masks to tensors, and to a softmax or sigmoid its logits, which losses use.
 _ATTRIBUTES = ('mask', 'logits')
 # The parts of a payload for a size, and for a vector of sizes.
 _SIZES = ('size', 'sizes')

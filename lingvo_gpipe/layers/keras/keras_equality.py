@@ -48,7 +48,7 @@ IGNORED = frozenset(
 )
 # Keras wraps these methods for each layer; a class may have data of that name.
 _WRAPPED = ('build', 'quantize')
-# What these methods compute from a name is in the attributes, which are compared.
+# The attributes, which are compared, hold all that these methods compute from a name.
 _MAKING = ('__init__', 'build', 'get_config')
 _PLAIN: tuple[type, ...] = (
   *(str, bytes, int, float, complex, type(None), type, slice, types.EllipsisType),

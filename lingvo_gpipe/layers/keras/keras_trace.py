@@ -280,7 +280,7 @@ def Symbols(model: Any, x: Any) -> Any:
   def Symbol(t: Any) -> Any:
     dtype = keras.backend.standardize_dtype(t.dtype)
     if model.autocast and tf.as_dtype(dtype).is_floating:
-      dtype = model.compute_dtype  # As Keras casts the arguments of a model.
+      dtype = model.compute_dtype  # Keras casts the arguments of a model.
     return keras.KerasTensor((None, *t.shape[1:]), dtype)
 
   return keras.tree.map_structure(Symbol, x)

@@ -402,7 +402,7 @@ def _Move(result: simulator.Result, rng: random.Random) -> list[list[Action]] | 
     if later:
       rows[d].insert(position, rows[d].pop(rng.choice(list(later.values()))))
   else:
-    # What the device waits for moves forward.
+    # The action that the device waits for moves forward.
     needed = rng.choice(schedule.Dependencies(waiting) or (waiting,))
     row = rows[schedule.stage_to_device[needed.stage]]
     i = row.index(needed)

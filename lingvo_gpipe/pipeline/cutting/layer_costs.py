@@ -197,13 +197,15 @@ class LayerCosts:
 
   def _SliceBytes(self, weights: Weights) -> list[int]:
     """Returns for each layer the bytes of the gradients that wait for the update as slices."""
-    of_tables = {
+    table_bytes = {
       f'{call.layer.path}.{name}': num_bytes
       for call in self.calls
       for name, num_bytes in self._Trace(call).row_bytes.items()
     }
     # For each layer {path of a trained weight: bytes of rows; 0: it has another use}.
-    rows = [{path: of_tables.get(path, 0) for path in weights.Trained(x.layer)} for x in self.calls]
+    rows = [
+      {path: table_bytes.get(path, 0) for path in weights.Trained(x.layer)} for x in self.calls
+    ]
     dense = {weights.ties.get(path, path) for x in rows for path, n in x.items() if not n}
     num_copies = weights.num_kept_slices * (2 if weights.num_kept_slices > 1 else 1)
     return [
@@ -302,7 +304,7 @@ def _KeepOptions(
   part_of = {name: layer.PartOf(name) for name in flops}
   names = sorted({part for part in part_of.values() if part is not None})[:_MAX_PARTS]
   options: list[stage_memory.Option] = []
-  always = of_all = 0
+  always = all_bytes = 0
   for size in range(len(names) + 1):
     for recomputed in map(frozenset, itertools.combinations(names, size)):
       again = {name for name, part in part_of.items() if part in recomputed}
@@ -310,9 +312,11 @@ def _KeepOptions(
       num_bytes = sum(flop_rules.Elements(t) * t.dtype.size for t in residuals)
       repeated = sum(flops[name] for name in product.Repeated(residuals))
       if not recomputed:  # Cheap operations are repeated in any case.
-        always, of_all = repeated, num_bytes
+        always, all_bytes = repeated, num_bytes
       share = fractions.Fraction(max(repeated - always, 0), max(sum(flops.values()), 1))
-      options.append(stage_memory.Option(recomputed, num_bytes, share, max(of_all - num_bytes, 0)))
+      options.append(
+        stage_memory.Option(recomputed, num_bytes, share, max(all_bytes - num_bytes, 0))
+      )
   return options
 
 

@@ -117,18 +117,18 @@ def Check(
       f'{what}: splits {list(splits)} leave the last stage no layer but the softmax, {head.path}, '
       'which is shared out; give it another layer, or take one stage less'
     )
-  num_parts, of_part = Parts(head)
+  num_parts, part_classes = Parts(head)
   if num_parts < schedule.num_devices:
-    parts = f'shards of {of_part} classes' if head.class_shards else 'classes'
+    parts = f'shards of {part_classes} classes' if head.class_shards else 'classes'
     raise ValueError(
       f'{what}: {head.path} has {num_parts} {parts}, too few for {schedule.num_devices} devices'
     )
-  fits = len(sizes) == schedule.num_devices and sum(sizes) == num_parts * of_part
-  if sizes and (not fits or any(size <= 0 or size % of_part for size in sizes)):
-    multiples = f', multiples of {of_part}' if of_part > 1 else ''
+  fits = len(sizes) == schedule.num_devices and sum(sizes) == num_parts * part_classes
+  if sizes and (not fits or any(size <= 0 or size % part_classes for size in sizes)):
+    multiples = f', multiples of {part_classes}' if part_classes > 1 else ''
     raise ValueError(
       f'splits give slices of {list(sizes)} classes, but {schedule.num_devices} devices share '
-      f'{num_parts * of_part}{multiples}; leave these sizes out to balance the devices'
+      f'{num_parts * part_classes}{multiples}; leave these sizes out to balance the devices'
     )
 
 
@@ -150,7 +150,7 @@ def MakeSplit(
     splits: as in `Check`.
     sizes: as in `Check`.
   """
-  num_parts, of_part = Parts(layers[-1])
+  num_parts, part_classes = Parts(layers[-1])
   ends, parts = vocabulary_cut.Cut(work, splits, schedule, remat_policy, num_parts)
   table = layers[0] if vocabulary_tables.CanShare(layers[0], layers[-1]) else None
-  return VocabularySplit(layers[-1], table, tuple(sizes or (of_part * n for n in parts))), ends
+  return VocabularySplit(layers[-1], table, tuple(sizes or (part_classes * n for n in parts))), ends

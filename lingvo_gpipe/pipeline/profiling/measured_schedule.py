@@ -123,8 +123,8 @@ def FindDoubts(
   for mini_batch in measured:
     times = mini_batch.times
     work = step_work.StepWork(mini_batch.schedule, remat_policy, trained)
-    of_devices = (a for row in mini_batch.schedule.actions for a in row)
-    expected = [a for a in of_devices if work.Exists(a) and a.kind not in actions.COPIES]
+    device_actions = (a for row in mini_batch.schedule.actions for a in row)
+    expected = [a for a in device_actions if work.Exists(a) and a.kind not in actions.COPIES]
     num_missing += sum(action not in times for action in expected)
     for action, (start, _) in times.items():
       ends = [times[needed][1] for needed in work.Dependencies(action) if needed in times]

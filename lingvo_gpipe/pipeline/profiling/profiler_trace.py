@@ -77,13 +77,13 @@ class Trace:
     steps: the mini-batches that have actions, in order of time.
   """
 
-  def __init__(self, content: bytes, of_workers: Sequence[bytes] = ()) -> None:
+  def __init__(self, content: bytes, worker_contents: Sequence[bytes] = ()) -> None:
     """Parses the traces.
 
     Args:
       content: the trace of the training process, which has the steps.
-      of_workers: the workers' traces, which have more actions. Assumes that the clocks of all hosts
-        agree.
+      worker_contents: the workers' traces, which have more actions. Assumes that the clocks of all
+        hosts agree.
 
     Raises:
       ValueError: a content is not a trace, or has no start time.
@@ -95,7 +95,7 @@ class Trace:
     host_planes = [p for p in self._space.planes if STEP_EVENT in _Names(p.event_metadata).values()]
     self._origin_ns = min((line.timestamp_ns for p in host_planes for line in p.lines), default=0)
     planes = [(plane, self._origin_ns) for plane in host_planes]
-    for worker_content in of_workers:
+    for worker_content in worker_contents:
       space = _Parse(xplane_pb2.XSpace, worker_content)
       origin_ns = self._origin_ns + _StartNs(self._space) - _StartNs(space)
       planes += [(plane, origin_ns) for plane in space.planes]

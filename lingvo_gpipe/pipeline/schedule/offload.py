@@ -85,7 +85,7 @@ def _WithCopies(row: Sequence[Action], num_stages: int, share: float, ahead: int
   """Returns the actions of a device with copies of stages below `num_stages`."""
   forwards: dict[tuple[int, int], int] = {}
   backwards: dict[tuple[int, int], int] = {}
-  changes = [0] * (len(row) + 1)  # Of the number that the device holds.
+  changes = [0] * (len(row) + 1)  # In the number of micro-batches on the device.
   for position, action in enumerate(row):
     key = action.stage, action.micro_batch
     if action.stage >= num_stages:

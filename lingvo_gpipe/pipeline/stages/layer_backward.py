@@ -112,8 +112,8 @@ class LayerBackward:
     """Returns (y, sums, residuals): each tensor that backward needs besides x, once."""
     y, sums, only_kept = self._forward(call)
     # Tensors of y are not returned twice: XLA would copy them.
-    of_y, layout = leaves.Tensors(y), self._layouts[_Key(call)]
-    return y, sums, [*(of_y[i] for i in layout.from_y), *only_kept]
+    output_tensors, layout = leaves.Tensors(y), self._layouts[_Key(call)]
+    return y, sums, [*(output_tensors[i] for i in layout.from_y), *only_kept]
 
   def _Forward(
     self, call: stage_math.StageCall
@@ -211,10 +211,12 @@ class LayerBackward:
         dx: list[tf.Tensor] = []
         if any(segment.math.trained) or (segment.math.needs_dx and leaves.Floats(x)):
           sinks = segment.math.OfAccumulators(accumulators)
-          of_layer = Tensors(layout.residuals[i])
-          dx, of_segment = segment.functions.Backward(layer_call, sinks, of_layer, layer_dy)
-          done = [of_segment.token, *dx]
-          for leaf, slices in of_segment.slices.items():
+          layer_residuals = Tensors(layout.residuals[i])
+          dx, segment_gradients = segment.functions.Backward(
+            layer_call, sinks, layer_residuals, layer_dy
+          )
+          done = [segment_gradients.token, *dx]
+          for leaf, slices in segment_gradients.slices.items():
             accumulated.slices.setdefault(leaf, []).extend(slices)
       grads = iter(dx)
       if segment.math.needs_dx:

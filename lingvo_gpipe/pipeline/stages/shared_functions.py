@@ -118,10 +118,10 @@ class SharedFunctions:
     sums_over_replicas = with_loss and not do_eval and not tf.executing_eagerly()
     replica_sum = s.replica_sum if sums_over_replicas else None
     # Structures are expensive to compare, and there are many actions.
-    of_stage = (s.index, do_eval, with_loss, replica_sum)
-    if of_stage not in self._math_of_stage:
-      self._math_of_stage[of_stage] = self._SharedMath(s, do_eval, with_loss, replica_sum)
-    return self._math_of_stage[of_stage]
+    stage_key = (s.index, do_eval, with_loss, replica_sum)
+    if stage_key not in self._math_of_stage:
+      self._math_of_stage[stage_key] = self._SharedMath(s, do_eval, with_loss, replica_sum)
+    return self._math_of_stage[stage_key]
 
   def _SharedMath(
     self,

@@ -121,7 +121,7 @@ def Stages(
   devices: Sequence[str],
   ties: Mapping[str, str],
   is_trained: Callable[[str], bool] | None,
-  of_shards: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
+  shard_devices: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
 ) -> list[Stage]:
   """Returns the stages, with their variables on their devices.
 
@@ -131,8 +131,8 @@ def Stages(
     devices: for each stage its device.
     ties: {path of a tied weight: path of its owner}.
     is_trained: whether to train the trainable variable of a path; None: train all.
-    of_shards: {path of a layer: for each of its `class_shards` its device}; the others are on their
-      stages' devices.
+    shard_devices: {path of a layer: for each of its `class_shards` its device}; the others are on
+      their stages' devices.
 
   Raises:
     ValueError: the cut is not valid, skips do not match, or a variable is on another device.
@@ -143,10 +143,10 @@ def Stages(
   for index, ((start, end), device) in enumerate(zip(ranges, devices, strict=True)):
     members = list(layers[start:end])
     for layer in members:
-      if layer.path in of_shards:
-        for shard, of_shard in zip(layer.class_shards, of_shards[layer.path], strict=True):
-          shard.InstantiateVariables(of_shard)
-          _CheckDevice(shard, of_shard)
+      if layer.path in shard_devices:
+        for shard, place in zip(layer.class_shards, shard_devices[layer.path], strict=True):
+          shard.InstantiateVariables(place)
+          _CheckDevice(shard, place)
         layer.InstantiateVariables()  # It has no weights but the shards'.
         continue
       layer.InstantiateVariables(device)

@@ -242,7 +242,7 @@ class StageMath:
     self._do_eval = do_eval
     self._replica_sum = replica_sum
     self._seen_shapes = seen_shapes
-    # Of a segment: its layers in the stage, and its first trained leaf among the stage's.
+    # A segment's layers in the stage, and its first trained leaf among the stage's.
     self._start, self._end = 0, len(self._layers)
     self._first_trained = 0
     # The first layer of `layers` that runs.

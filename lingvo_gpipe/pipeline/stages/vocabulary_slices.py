@@ -78,8 +78,8 @@ def DevicesOfShards(
     devices: for each slice its device.
   """
   num_shards = len(layer.class_shards)
-  of_each = [num_shards * size // sum(sizes) for size in sizes]
-  return [device for n, device in zip(of_each, devices, strict=True) for _ in range(n)]
+  shard_counts = [num_shards * size // sum(sizes) for size in sizes]
+  return [device for n, device in zip(shard_counts, devices, strict=True) for _ in range(n)]
 
 
 def MoveShards(head: stage.Stage, sizes: Sequence[int], devices: Sequence[str]) -> list[Slice]:
@@ -372,7 +372,7 @@ class SharedLoss:
 
     with math.EnterContext(call.context.seeds), tf.GradientTape() as tape:
       tape.watch([floats, inputs])
-      # As for the outputs of a last layer: the mean of an empty micro-batch may be NaN.
+      # The mean of an empty micro-batch may be NaN, like the outputs of a last layer.
       counted = [
         leaves.WithFloats(
           s, [weighted_loss.WhereItCounts(x, call.context.loss_weight) for x in leaves.Floats(s)]
@@ -380,14 +380,14 @@ class SharedLoss:
         for s in statistics
       ]
       sums, objective = self._Outputs(call, counted)
-    of_inputs, of_weights, of_floats = tape.gradient(
+    input_gradients, weight_gradients, float_gradients = tape.gradient(
       objective, [inputs, weights, [*itertools.chain(*floats)]]
     )
-    if any(g is not None for g in of_inputs):
+    if any(g is not None for g in input_gradients):
       raise ValueError(
         f"{math.layers[0].path}: vocabulary='shared' needs a loss that uses the inputs of the "
         'softmax by its logits only: the gradient of any other use would be lost'
       )
-    math.Accumulate(accumulators, of_weights)
-    dense = iter(leaves.DenseGradients([*itertools.chain(*floats)], of_floats))
+    math.Accumulate(accumulators, weight_gradients)
+    dense = iter(leaves.DenseGradients([*itertools.chain(*floats)], float_gradients))
     return [[next(dense) for _ in of_slice] for of_slice in floats], sums

@@ -135,7 +135,7 @@ def testACellHasOneMatrixAndTheSmallCallsAroundIt():
   assert [cell.name for cell in cells] == ['conv_0', 'conv_1', 'head']
 
 
-def testTheCutIsWhereTheFewestBytesCross():
+def testTheFewestBytesCrossTheCut():
   x = inputs = keras.Input([8, 8, 1])
   x = layers.ReLU()(layers.Conv2D(4, 3, padding='same')(x))
   x = layers.UpSampling2D()(layers.MaxPooling2D(4)(x))

@@ -19,7 +19,7 @@ def _Simulate(schedule, link=None, policy='none', sizes=_SIZES, **options):
   return simulator.Simulate(schedule, costs, remat_policy=policy, sizes=sizes, **options)
 
 
-def testASlowLinkDelaysWhatWaitsForIt():
+def testASlowLinkDelaysTheActionsThatWaitForIt():
   """One device: F takes 1, B 2, and each copy 3, in either direction."""
   schedule = offload.WithOffload(schedules.Get('gpipe', 1, 5))
   result = _Simulate(schedule, simulator.HostLink(bandwidth=2, latency=0.5))
@@ -83,7 +83,7 @@ _WITHIN_AND_AFTER = {
 
 
 @pytest.mark.parametrize('name', ['interleaved_1f1b', 'zb_v'])
-def testThePeakIsTheSumOfWhatIsOnTheDevice(name):
+def testThePeakIsTheSumOfTheActivationsOnTheDevice(name):
   """Under the policy `stage`, a micro-batch waits with its input, and returns with it."""
   schedule = offload.WithOffload(schedules.Get(name, 4, 6, 2))
   result = _Simulate(schedule, policy='stage')
@@ -98,7 +98,7 @@ def testThePeakIsTheSumOfWhatIsOnTheDevice(name):
     assert not any(held.values())
 
 
-def testTheHostHoldsNothingOfWhatHasNoBackward():
+def testStagesWithoutBackwardCopyNothingToTheHost():
   schedule = offload.WithOffload(schedules.Get('gpipe', 2, 6))
   result = _Simulate(schedule, simulator.HostLink(1), trained=[False, True])
   assert [len(copies) for copies in result.copies] == [0, 2 * 4]

@@ -321,7 +321,7 @@ def _Parts(result):
 
 
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
-def testThePolicyDecidesWhatIsRecomputed(policy):
+def testThePolicyDecidesAboutRecomputation(policy):
   for name in ('gpipe', '1f1b', 'zb_h1', '1f1b_fused', 'fused_fill_drain'):
     schedule = schedules.Get(name, 3, 4)
     parts = _Parts(Simulate(schedule, Costs(1, recompute=[0.5, 1, 2]), remat_policy=policy))

@@ -41,7 +41,7 @@ def testEachActionHasItsPlaceAndWidth(name):
 
 
 @pytest.mark.parametrize('name', schedules.Names())
-def testTheCurveEndsAtZeroAndPeaksAtWhatTheDeviceHolds(name):
+def testTheCurveEndsAtZeroAndPeaksAtThePeakOfTheDevice(name):
   result = _Simulated(name)
   text = schedule_svg.Draw(result)
   peaks = [int(number) for number in re.findall(r'>(\d+) held<', text)]

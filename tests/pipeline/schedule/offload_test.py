@@ -19,7 +19,7 @@ def _NumCopies(schedule):
   return [sum(a.kind is Kind.OFFLOAD for a in row) for row in schedule.actions]
 
 
-def testCopiesAreBesideTheNeighbouringComputations():
+def testCopiesOverlapTheNeighbouringComputations():
   schedule = offload.WithOffload(schedules.Get('gpipe', 1, 5))
   assert schedule.Validate().ToText() == (
     '0F0,0O0,0F1,0O1,0F2,0O2,0F3,0F4,0B4,0L2,0B3,0L1,0B2,0L0,0B1,0B0\n'

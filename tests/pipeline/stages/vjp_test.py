@@ -39,7 +39,7 @@ def _Types(tensors):
   return sorted(t.op.type for t in tensors)
 
 
-def testAMaxPoolIsComputedAgainBesideItsGradient():
+def testAMaxPoolIsRecomputedNextToItsGradient():
   split, weights, x = _Split(trained=2)
   assert _Types(split.Kept(lambda name: False)) == ['Conv2D']
   handles = [w.handle for w in weights]
