@@ -59,13 +59,21 @@ def LeastStages(name: str, num_devices: int) -> int:
   return 1
 
 
+def _ReadText(path: pathlib.Path, flag: str) -> str:
+  """Like `files.ReadText`, which would import TensorFlow."""
+  try:
+    return path.read_text(encoding='utf-8')
+  except UnicodeDecodeError as e:
+    raise ValueError(f'{flag}: {str(path)!r} is not in UTF-8: {e}') from e
+
+
 def Run() -> int:
   """Writes the picture; returns the exit status."""
   if FLAGS.timeline:
     page = pathlib.Path(FLAGS.timeline)
     if not page.is_file():
       raise ValueError(f'--timeline: no file {FLAGS.timeline!r}')
-    program.WriteOutput(timeline_html.LastPicture(page.read_text(encoding='utf-8')))
+    program.WriteOutput(timeline_html.LastPicture(_ReadText(page, '--timeline')))
     return 0
   path, num_devices = pathlib.Path(FLAGS.schedule), FLAGS.num_devices
   try:
@@ -74,7 +82,7 @@ def Run() -> int:
   except ValueError:
     raise ValueError(f'--times: expected three numbers, got {",".join(FLAGS.times)}') from None
   if path.is_file():
-    schedule = schedule_lib.Schedule.FromText(path.read_text(), name=path.name)
+    schedule = schedule_lib.Schedule.FromText(_ReadText(path, '--schedule'), name=path.name)
   elif FLAGS.schedule in schedules.Names():
     per_device = FLAGS.stages_per_device or LeastStages(FLAGS.schedule, num_devices)
     schedule = schedules.Get(

@@ -52,6 +52,9 @@ def Parse(
   except flags.Error as e:
     print(f'{e} (--help lists the flags)', file=sys.stderr)
     sys.exit(2)
+  except UnicodeDecodeError as e:
+    print(f'--flagfile: a file is not in UTF-8: {e}', file=sys.stderr)
+    sys.exit(2)
   if subjects and FLAGS.completion:
     print(completion.Script(FLAGS.completion, program, FLAGS, names), end='')
     sys.exit(0)

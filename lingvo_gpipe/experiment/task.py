@@ -13,7 +13,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, shapes
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.learning import early_stopping, learner
-from lingvo_gpipe.pipeline import pipelining_layer
+from lingvo_gpipe.pipeline import pipelining_layer, replicas
 
 Metrics = dict[str, tuple[tf.Tensor, tf.Tensor]]
 
@@ -147,6 +147,7 @@ def TrainParams() -> hyperparams.Params:
     'all_reduce',
     'auto',
     "Method to sum gradients over replicas: 'collective' (NCCL between GPUs), 'send' or 'auto'.",
+    domain.OneOf(*replicas.ALL_REDUCE_OPTIONS),
   )
   p.Define('ema_decay_moving_vars', False, "Whether to average the layers' moving statistics, too.")
   return p

@@ -87,6 +87,9 @@ _MISTAKES = {
     'trainer', [_MODEL, '--logdir={}', '--model_params_file_override={}/latin'],
     r"--model_params_file_override: '/\S+/latin' is not in UTF-8: line 2: invalid",
   ),
+  'file of flags that is not UTF-8': (
+    'trainer', ['--flagfile={}/latin'], '^--flagfile: a file is not in UTF-8: .*0xe9',
+  ),
   'file of Params that is not UTF-8': (
     'trainer', ['--mode=diff_params', processes.MODEL, '{}/latin'],
     r"--mode=diff_params: '/\S+/latin' is not in UTF-8: line 2: invalid",

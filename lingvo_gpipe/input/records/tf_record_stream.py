@@ -24,8 +24,9 @@ class TfRecordStream(stream_input.BaseStreamInput):
 
   A subclass implements `_Example(record)`. With `shuffle` each epoch has its own order of the
   files. To skip damaged records, all files are read completely at the start. Otherwise only the
-  lengths of records in local files are checked at the start, because tf.data takes a file that is
-  truncated within a length for a complete one.
+  lengths of records in files of this machine are checked at the start: tf.data takes a file that is
+  truncated within a length for a complete one, and a huge length ends the process. Files must not
+  change after that.
   """
 
   @classmethod
@@ -107,7 +108,7 @@ class TfRecordStream(stream_input.BaseStreamInput):
   def _parts(self) -> list[tuple[list[tuple[int, int]], int]]:
     """Returns the intact ranges of each file, and its number of damaged records."""
     if self.params.damaged_records == 'stop':
-      for path in filter(os.path.exists, self._files):
+      for path in filter(tf_records.IsOnThisMachine, self._files):
         heartbeat.SuspendTimeout()  # Reading many records is slow, not hung: suspend the timeout.
         tf_records.RecordOffsets(path, self._Where('damaged_records'))
       return [([(0, -1)], 0)] * len(self._files)

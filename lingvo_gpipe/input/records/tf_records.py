@@ -26,6 +26,8 @@ _OVERHEAD = _HEADER.size + _CHECKSUM.size
 
 # The default of TensorFlow.
 _BUFFER_BYTES = 2**18
+# Start of the URL of a file of this machine.
+_LOCAL = 'file://'
 
 
 def DefinePolicy(p: hyperparams.Params) -> None:
@@ -106,10 +108,16 @@ def _Offsets(path: str) -> list[int]:
   return offsets
 
 
+def IsOnThisMachine(path: str) -> bool:
+  """Whether the lengths of a file's records can be read without reading all of the file."""
+  return os.path.exists(path.removeprefix(_LOCAL)) or path.startswith('ram://')
+
+
 def _Open(path: str) -> Any:
   """Opens a file for reading a few bytes here and there."""
+  local = path.removeprefix(_LOCAL)
   # `GFile` would read half a MiB after each seek.
-  return open(path, 'rb', 0) if os.path.exists(path) else tf.io.gfile.GFile(path, 'rb')
+  return open(local, 'rb', 0) if os.path.exists(local) else tf.io.gfile.GFile(path, 'rb')
 
 
 def Records(

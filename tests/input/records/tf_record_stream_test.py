@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 def _Input(folder, **values):
   p = _Numbers.Params().Set(name='Train', batch_size=2, num_epochs=1)
-  return p.Set(file_pattern=str(folder / '*.tfrecord'), **values).Instantiate()
+  return p.Set(**{'file_pattern': str(folder / '*.tfrecord'), **values}).Instantiate()
 
 
 def _Seen(iterator, count=None):
@@ -102,6 +102,20 @@ def testALengthBeyondTheFileIsNamedOrLeftOut(folder):
   skipping = _Input(folder, damaged_records='skip')
   assert len(_Seen(skipping.Dataset())) == FILES * RECORDS - 1
   assert skipping.NumDamaged() == 1
+
+
+@pytest.mark.parametrize('length', [2**36, 2**62])
+@pytest.mark.parametrize('url', ['file://', 'ram://'])
+def testAHugeLengthIsDamageAtAnyPathOfThisMachine(folder, tmp_path, url, length):
+  """TensorFlow would allocate the length, and end the process."""
+  path = f'{url}{tmp_path}/huge.records'
+  tf_record_files.SetLength(folder / '0.tfrecord', SIZE, length)
+  if url == 'ram://':
+    tf.io.gfile.makedirs(f'{url}{tmp_path}')
+  tf.io.gfile.copy(str(folder / '0.tfrecord'), path)
+  with pytest.raises(ValueError, match=naming.Naming(path, 'record 2', 'truncated')):
+    _Input(folder, file_pattern=path).Dataset()
+  assert _Seen(_Input(folder, file_pattern=path, damaged_records='skip').Dataset()) == [0]
 
 
 def testDamagedRecordsAreLeftOutAndCounted(folder):

@@ -83,5 +83,16 @@ def testMistakesEndInOneLine(flag):
   assert flag.split('=')[0].strip('-') in done.stderr
 
 
+@pytest.mark.parametrize('flag', ['--schedule', '--timeline'])
+def testAFileThatIsNotUtf8IsNamed(tmp_path, flag):
+  path = tmp_path / 'latin'
+  path.write_bytes(b'caf\xe9\n')
+  command = [sys.executable, '-m', 'tools.draw_schedule']
+  done = processes.Run('', f'{flag}={path}', command=command)
+  assert done.returncode == 2
+  (line,) = done.stderr.splitlines()
+  assert line.startswith(f'{flag}: {str(path)!r} is not in UTF-8')
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
