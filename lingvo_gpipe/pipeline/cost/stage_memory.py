@@ -31,7 +31,7 @@ import dataclasses
 import fractions
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from lingvo_gpipe.pipeline.cost import activation_memory
@@ -288,4 +288,14 @@ def HeldAtPeaks(
     remaining = now[k].Plus(_HELD[change.before], -1)  # Without this micro-batch.
     peaks[k].update(dict.fromkeys(remaining.Plus(_HELD[part]) for part in change.within))
     now[k] = remaining.Plus(_HELD[change.after])
-  return [tuple(a for a in held if not any(b != a and b.Covers(a) for b in held)) for held in peaks]
+  return [Maximal(held) for held in peaks]
+
+
+def Maximal(held: Collection[Held]) -> tuple[Held, ...]:
+  """Returns the elements that no other one covers, in their order; all elements differ."""
+  maximal: dict[Held, None] = {}
+  # An element that covers another one has a larger sum. Few elements remain, so this is fast.
+  for candidate in sorted(held, key=sum, reverse=True):
+    if not any(x.Covers(candidate) for x in maximal):
+      maximal[candidate] = None
+  return tuple(x for x in held if x in maximal)

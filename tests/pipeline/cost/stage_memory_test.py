@@ -61,6 +61,15 @@ def testPeaksEqualTheSimulators(name, stages, m, devices, policy):
     assert tuple(peaks) == _Simulated(layers, schedule, policy, ends)
 
 
+@pytest.mark.parametrize('seed', range(5))
+def testCandidatesForThePeakCoverTheOthers(seed):
+  draw = random.Random(seed).randint
+  held = list({stage_memory.Held(*(draw(0, 20) for _ in range(4))): None for _ in range(200)})
+  expected = [x for x in held if not any(y != x and y.Covers(x) for y in held)]
+  assert 1 < len(expected) < len(held)
+  assert list(stage_memory.Maximal(held)) == expected
+
+
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 def testRoomsEndAtTheLimit(policy):
   schedule = schedules.Get('1f1b', 3, 4)
