@@ -109,7 +109,7 @@ def _Offsets(path: str) -> list[int]:
 
 
 def IsOnThisMachine(path: str) -> bool:
-  """Whether the lengths of a file's records can be read without reading all of the file."""
+  """Whether a file is on this machine: then reading its lengths does not read all of it."""
   return os.path.exists(path.removeprefix(_LOCAL)) or path.startswith('ram://')
 
 

@@ -61,7 +61,7 @@ class _CellScope(keras.StatelessScope):
       ValueError: the variable is trained and not of the cell, so its gradient would be lost.
     """
     value = super().get_current_value(variable)
-    if value is None and keras_variables.IsSeed(variable):  # keras.random has no seed.
+    if value is None and keras_variables.IsSeed(variable):  # For keras.random without a seed.
       value = self._new_seed(variable)
       self.add_update((variable, value))
     if value is None and id(variable) in self._trained:
