@@ -62,6 +62,9 @@ def testRandomOverrides(key):
     'task.softmax_tpl.cls:type/tasks.lm.stdlib_input/StdlibInput', 'task.params_init:5',
     'task.softmax_tpl.cls:type/lingvo_gpipe.layers.norm/LayerNorm',
     'task.stack:None', 'task.train.callbacks:[1]', 'task.train.eval_datasets:[[]]',
+    'task.stack.cls:type/lingvo_gpipe.core.base_layer/BaseLayer',
+    'task.stack.schedule:gpip', 'task.train.learner.learning_rate:1e300',
+    'task.train.learner.lr_schedule.cls:type/lingvo_gpipe.learning.optimizer/KerasOptimizer',
   ],
 )  # fmt: skip
 def testValuesThatCannotBeAreRefused(override):

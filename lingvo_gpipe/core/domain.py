@@ -14,10 +14,14 @@ This module imports no TensorFlow.
 
 from __future__ import annotations
 
+import difflib
+import itertools
+import math
 import numbers
 import re
+import struct
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,28 +38,54 @@ class Domain:
     text: a description such as `an integer of at least 1`.
     contains: returns whether a value is in the domain.
     like: a value of the type that text is parsed as if the present value does not decide it.
+    names: returns the strings in the domain, of which a message suggests the closest.
   """
 
   text: str
   contains: Callable[[Any], bool]
   like: Any = None
+  names: Callable[[], Sequence[str]] = tuple
 
   def __or__(self, other: Domain) -> Domain:
     like = self.like if other is NONE else None
     return Domain(
-      f'{self.text} or {other.text}', lambda x: self.contains(x) or other.contains(x), like
+      f'{self.text} or {other.text}',
+      lambda x: self.contains(x) or other.contains(x),
+      like,
+      lambda: [*self.names(), *other.names()],
     )
 
   def Check(self, path: str, value: Any) -> None:
     """Raises ValueError, naming the path, unless the domain contains the value."""
     if not self.contains(value):
-      text = literals.WriteValue(value)
+      is_params = PARAMS.contains(value)
+      text = (
+        f'Params of {getattr(value, "cls", None)!r}' if is_params else literals.WriteValue(value)
+      )
       text = text if len(text) <= 80 else text[:76] + ' ...'
-      raise ValueError(f'{path} expects {self.text}, got {text}')
+      raise ValueError(f'{path} expects {self.text}, got {text}{self._Hint(value)}')
+
+  def _Hint(self, value: Any) -> str:
+    """Returns a number's value in float32, the closest name, or all names if `text` has none."""
+    if isinstance(self.like, float) and isinstance(value, numbers.Real):
+      rounded = _AsFloat32(value)
+      return f', which is {rounded} in float32' if rounded in (0, math.inf, -math.inf) else ''
+    names = {name.lower(): name for name in self.names()} if isinstance(value, str) else {}
+    if close := difflib.get_close_matches(value.lower(), names, n=1) if names else []:
+      return f'; did you mean {names[close[0]]!r}?'
+    is_listed = any(repr(name) in self.text for name in names.values())
+    return f'; known: {", ".join(names.values())}' if names and not is_listed else ''
 
 
 def _IsInt(value: Any) -> bool:
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _AsFloat32(value: numbers.Real) -> float:
+  try:
+    return float(struct.unpack('f', struct.pack('f', float(value)))[0])
+  except OverflowError:
+    return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
 def _Limits(*limits: tuple[str, Any]) -> str:
@@ -67,8 +97,9 @@ def Int(low: int | None = None, high: int | None = None) -> Domain:
   """Returns the integers from `low` to `high`; None: as far as int64 reaches."""
   least = -_INT64_MAX - 1 if low is None else low
   most = _INT64_MAX if high is None else high
+  text = 'an integer' + (_Limits(('of at least', low), ('at most', high)) or ' of 64 bits')
   return Domain(
-    'an integer' + (_Limits(('of at least', low), ('at most', high)) or ' of 64 bits'),
+    text if low is None or low != high else str(low),
     lambda x: bool(_IsInt(x) and least <= x <= most),
     0,
   )
@@ -81,17 +112,23 @@ def Number(
   above: float | None = None,
   below: float | None = None,
 ) -> Domain:
-  """Returns the finite numbers from `low` to `high`, or above and below a limit."""
+  """Returns the finite numbers from `low` to `high`, or above and below a limit.
+
+  Their values in float32 must be finite, and above and below the limit, too: a factor of 1e-50 that
+  must be above 0 would be 0.
+  """
 
   def _Contains(x: Any) -> bool:
-    if isinstance(x, bool) or not isinstance(x, numbers.Real) or abs(x) == float('inf') or x != x:
+    if isinstance(x, bool) or not isinstance(x, numbers.Real) or x != x:
       return False
     value: Any = x
+    rounded = _AsFloat32(x)
     return (
-      (low is None or value >= low)
+      math.isfinite(rounded)
+      and (low is None or value >= low)
       and (high is None or value <= high)
-      and (above is None or value > above)
-      and (below is None or value < below)
+      and (above is None or (value > above and rounded > above))
+      and (below is None or (value < below and rounded < below))
     )
 
   limits = _Limits(('of at least', low), ('above', above), ('at most', high), ('below', below))
@@ -100,19 +137,46 @@ def Number(
 
 def OneOf(*values: str) -> Domain:
   """Returns the domain of these strings."""
-  return Domain(' or '.join(map(repr, values)), lambda x: isinstance(x, str) and x in values, '')
+  return Domain(
+    ' or '.join(map(repr, values)), lambda x: isinstance(x, str) and x in values, '', lambda: values
+  )
 
 
-def ListOf(item: Domain, size: int | None = None) -> Domain:
-  """Returns lists and tuples, of `size` items if it is set, whose items are all in a domain."""
+def NameOf(kind: str, names: Callable[[], Sequence[str]]) -> Domain:
+  """Returns the strings that `names` returns at the time of a check: names of one kind."""
+  return Domain(f'the name of {kind}', lambda x: isinstance(x, str) and x in names(), '', names)
+
+
+def ListOf(item: Domain, size: int | None = None, *, increasing: bool = False) -> Domain:
+  """Returns the lists and tuples whose items are all in a domain.
+
+  Args:
+    item: the domain of each item.
+    size: the number of items; None: any.
+    increasing: whether each item must be greater than the one before.
+  """
 
   def _Contains(x: Any) -> bool:
     return (
-      isinstance(x, list | tuple) and size in (None, len(x)) and all(item.contains(y) for y in x)
+      isinstance(x, list | tuple)
+      and size in (None, len(x))
+      and all(map(item.contains, x))
+      and not (increasing and any(a >= b for a, b in itertools.pairwise(x)))
     )
 
   length = '' if size is None else f' of {size}'
-  return Domain(f'a list{length}, each item {item.text}', _Contains)
+  order = ', in increasing order' if increasing else ''
+  return Domain(f'a list{length}, each item {item.text}{order}', _Contains)
+
+
+def PairOf(first: Domain, second: Domain) -> Domain:
+  """Returns the lists and tuples of two items in these domains."""
+  return Domain(
+    f'a pair of {first.text} and {second.text}',
+    lambda x: (
+      isinstance(x, list | tuple) and len(x) == 2 and first.contains(x[0]) and second.contains(x[1])
+    ),
+  )
 
 
 def DictOf(key: Domain, value: Domain) -> Domain:
@@ -130,6 +194,16 @@ def InstanceOf(*classes: type) -> Domain:
   """Returns the instances of some classes."""
   names = ' or '.join(cls.__name__ for cls in classes)
   return Domain(f'an object of type {names}', lambda x: isinstance(x, classes))
+
+
+def ParamsOf(cls: type) -> Domain:
+  """Returns the Params of a class and of its subclasses."""
+
+  def _Contains(x: Any) -> bool:
+    configured = getattr(x, 'cls', None) if PARAMS.contains(x) else None
+    return isinstance(configured, type) and issubclass(configured, cls)
+
+  return Domain(f'the Params of a {cls.__name__}', _Contains)
 
 
 def _IsRegex(value: Any) -> bool:
@@ -161,7 +235,8 @@ SIZES = ListOf(SIZE)
 INDEX = Int(0, _INT32_MAX)  # A size that may be 0, or an index of a dimension.
 COUNT = Int(0)
 # Seeds number the micro-batches of all steps in 63 bits.
-STEPS = Int(0, (1 << 43) - 1)
+MAX_STEPS = (1 << 43) - 1
+STEPS = Int(0, MAX_STEPS)
 MAX_EXAMPLES = 1 << 40
 EXAMPLES = Int(0, MAX_EXAMPLES)
 NOT_NEGATIVE = Number(0)

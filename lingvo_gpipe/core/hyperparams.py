@@ -393,9 +393,17 @@ class Params(params_tree.Node):
       if param and param.domain and not params_tree.Equal(param.value, param.default):
         param.domain.Check(where, param.value)
       if path.rpartition('.')[2] == 'cls' and hasattr(value, 'Params'):
-        if missing := [key for key in value.Params().GetKeys() if key not in owner]:
+        default = owner.GetDefault('cls')
+        former = default.Params().GetKeys() if hasattr(default, 'Params') else []
+        keys = value.Params().GetKeys()
+        if missing := [key for key in keys if key not in owner]:
           raise ValueError(
             f'{path} cannot become {value.__name__}, which has the params {", ".join(missing)}, too'
+          )
+        if ignored := [key for key in former if key in owner and key not in keys]:
+          raise ValueError(
+            f'{path} cannot become {value.__name__}, which does not have the params '
+            f'{", ".join(ignored)}'
           )
 
     changes = ((path, functools.partial(_Parse, path, text)) for path, text in overrides)

@@ -109,7 +109,7 @@ class SingleTaskModel(BaseModel):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a model with one task."""
     p = super().Params()
-    p.Define('task', None, 'Params of the task.', domain.PARAMS | domain.NONE)
+    p.Define('task', None, 'Params of the task.', domain.ParamsOf(task_lib.BaseTask) | domain.NONE)
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:

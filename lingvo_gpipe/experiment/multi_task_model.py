@@ -45,7 +45,10 @@ class MultiTaskModel(model.BaseModel):
       'Relative probability that a step trains each task; the sum need not be 1. Empty: all equal.',
     )
     p.Define(
-      'task_schedule', None, 'Params of a scheduler of `task_scheduler`, in place of task_probs.'
+      'task_schedule',
+      None,
+      'Params of a scheduler of `task_scheduler`, in place of task_probs.',
+      domain.ParamsOf(task_scheduler.TaskScheduler) | domain.NONE,
     )
     p.Define(
       'task_name', '', 'The only task to train, evaluate and export; the flag --model_task_name.'
@@ -208,19 +211,10 @@ class MultiTaskModel(model.BaseModel):
     weights = dict(p.task_probs.IterParams())
     if p.task_schedule is None:
       weights = weights or dict.fromkeys(self.tasks, 1.0)
-      return task_scheduler.ConstantScheduler(
-        task_scheduler.ConstantScheduler.Params().Set(task_probs=weights)
-      )
+      return task_scheduler.ConstantScheduler.Params().Set(task_probs=weights).Instantiate()
     if weights:
       raise ValueError(f'task_schedule and task_probs are both set ({weights}): set one of them')
-    is_params = isinstance(p.task_schedule, hyperparams.InstantiableParams)
-    scheduler = p.task_schedule.Instantiate() if is_params else None
-    if not isinstance(scheduler, task_scheduler.TaskScheduler):
-      raise ValueError(
-        'task_schedule must be the Params of a TaskScheduler, such as '
-        f'task_scheduler.SequentialScheduler.Params(); got {p.task_schedule!r}'
-      )
-    return scheduler
+    return p.task_schedule.Instantiate()
 
   def _CheckWeights(self, weights: Mapping[str, float]) -> None:
     """Raises ValueError unless the scheduler's weights name all tasks and nothing else."""

@@ -122,7 +122,7 @@ def TrainParams() -> hyperparams.Params:
     'learner',
     learner.Learner.Params(),
     'Params of the learner, or a list of Params if groups of weights have separate learners.',
-    domain.PARAMS | domain.ListOf(domain.PARAMS),
+    domain.ParamsOf(learner.Learner) | domain.ListOf(domain.ParamsOf(learner.Learner)),
   )
   p.Define(
     'max_nonfinite_steps',

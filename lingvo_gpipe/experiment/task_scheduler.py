@@ -53,14 +53,18 @@ class ConstantScheduler(TaskScheduler):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a scheduler with constant weights."""
     p = super().Params()
-    p.Define('task_probs', {}, 'Weight of each task: {task: weight}.')
+    p.Define(
+      'task_probs',
+      {},
+      'Weight of each task: {task: weight}.',
+      domain.DictOf(domain.STR, domain.NOT_NEGATIVE),
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    weights = self.params.task_probs
     self._Check(
-      isinstance(weights, Mapping) and _AreWeights(weights.values()),
+      _AreWeights(self.params.task_probs.values()),
       'task_probs',
       f"{{task: weight}} such as {{'a': 2.0, 'b': 1.0}}, {_WEIGHTS}",
     )
@@ -84,15 +88,19 @@ class ExponentialScheduler(TaskScheduler):
       'Rate of the change: 63 % of it is done after 1 / alpha steps.',
       domain.NOT_NEGATIVE,
     )
-    p.Define('task_probs', {}, 'First and last weight of each task: {task: [first, last]}.')
+    p.Define(
+      'task_probs',
+      {},
+      'First and last weight of each task: {task: [first, last]}.',
+      domain.DictOf(domain.STR, domain.PairOf(domain.NOT_NEGATIVE, domain.NOT_NEGATIVE)),
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    p = self.params
-    pairs = list(p.task_probs.values()) if isinstance(p.task_probs, Mapping) else []
+    pairs = list(self.params.task_probs.values())
     self._Check(
-      bool(pairs) and all(map(_IsPair, pairs)) and all(map(_AreWeights, zip(*pairs, strict=True))),
+      bool(pairs) and all(map(_AreWeights, zip(*pairs, strict=True))),
       'task_probs',
       "{task: [first weight, last weight]} such as {'a': [1.0, 0.5], 'b': [0.0, 0.5]}, "
       f'{_WEIGHTS}, of the first and of the last',
@@ -116,18 +124,15 @@ class SequentialScheduler(TaskScheduler):
       'task_steps',
       [],
       "Pairs ['task', number of steps], in order; -1 in the last pair means until the end.",
+      domain.ListOf(domain.PairOf(domain.STR, domain.Int(-1, domain.MAX_STEPS))),
     )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
-    steps_of_tasks = self.params.task_steps
-    pairs = list(steps_of_tasks) if isinstance(steps_of_tasks, (list, tuple)) else []
+    pairs = self.params.task_steps
     self._Check(
-      bool(pairs)
-      and all(_IsPair(pair) and isinstance(pair[0], str) for pair in pairs)
-      and all(_IsCount(steps) for _, steps in pairs[:-1])
-      and (_IsCount(pairs[-1][1]) or pairs[-1][1] == -1),
+      bool(pairs) and all(steps >= 0 for _, steps in pairs[:-1]),
       'task_steps',
       "pairs ['task', steps] such as [['a', 100], ['b', -1]]; steps are whole numbers, not "
       'negative, except that -1 in the last pair means until the end',
@@ -180,11 +185,3 @@ def _AreWeights(values: Iterable[Any]) -> bool:
   """Whether a task can be drawn by these weights."""
   weights = list(values)
   return all(map(_IsWeight, weights)) and 0.0 < sum(map(float, weights)) < math.inf
-
-
-def _IsPair(value: Any) -> bool:
-  return isinstance(value, (list, tuple)) and len(value) == 2
-
-
-def _IsCount(value: Any) -> bool:
-  return isinstance(value, int) and not isinstance(value, bool) and value >= 0

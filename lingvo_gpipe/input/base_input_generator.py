@@ -71,7 +71,7 @@ class BaseInputGenerator:
       'Examples in a batch, over all replicas. Must be set.',
       domain.Int(0, 1 << 24),
     )
-    p.Define('random_seed', 0, 'Seed of the order of the examples.')
+    p.Define('random_seed', 0, 'Seed of the order of the examples.', domain.Int())
     p.Define(
       'shuffle',
       True,
@@ -90,7 +90,7 @@ class BaseInputGenerator:
       'num_parallel_calls',
       1,
       'Batches to prepare in parallel (never changes their order); -1 lets tf.data choose.',
-      domain.Int(-1, 1024),
+      domain.Int(1, 1024) | domain.Int(-1, -1),
     )
     p.Define(
       'read_on_workers',
@@ -109,11 +109,7 @@ class BaseInputGenerator:
     self.params = params.Copy()
     self._last_dataset: tuple[int, tf.data.Dataset] | None = None
     self._calls_python = False  # Known after `_Examples` was traced.
-    p = self.params
     self._CheckBatchSize()
-    if 'num_parallel_calls' in p:  # Streams do not have it.
-      if p.num_parallel_calls == 0:
-        raise ValueError(f'{self._Where("num_parallel_calls")}: expected -1 or at least 1, got 0')
 
   # Implemented by subclasses.
 

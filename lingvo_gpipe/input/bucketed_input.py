@@ -45,7 +45,12 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of an input in buckets."""
     p = super().Params()
-    p.Define('bucket_upper_bound', [], 'Maximum length in each bucket, ascending.', domain.SIZES)
+    p.Define(
+      'bucket_upper_bound',
+      [],
+      'Maximum length in each bucket, ascending.',
+      domain.ListOf(domain.SIZE, increasing=True),
+    )
     p.Define(
       'bucket_batch_limit',
       [],
@@ -64,13 +69,12 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     bounds = self.params.bucket_upper_bound
-    if not _ArePositive(bounds) or list(bounds) != sorted(set(bounds)):
+    if not bounds:
       raise ValueError(
-        f'{self._Where("bucket_upper_bound")}: expected positive integers in ascending order, such '
-        f'as [16, 32, 64], got {bounds!r}'
+        f'{self._Where("bucket_upper_bound")}: must be set, to a list such as [16, 32, 64]'
       )
     limits = self._limits
-    if not _ArePositive(limits) or len(limits) != len(bounds):
+    if len(limits) != len(bounds):
       raise ValueError(
         f'{self._Where("bucket_batch_limit")}: expected a positive integer, or one for each of the '
         f'{len(bounds)} buckets of bucket_upper_bound, got {self.params.bucket_batch_limit!r}'
@@ -302,11 +306,3 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
       ', '.join(f'{n} up to length {bound} in batches of {limit}' for bound, limit, n in buckets),
     )  # fmt: skip
     return plan
-
-
-def _ArePositive(values: Any) -> bool:
-  return (
-    isinstance(values, list | tuple)
-    and len(values) > 0
-    and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values)
-  )

@@ -18,7 +18,9 @@ class ActivationLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of an ActivationLayer."""
     p = super().Params()
-    p.Define('activation', 'RELU', 'Name of the activation; see layers/activations.py.')
+    p.Define(
+      'activation', 'RELU', 'Name of the activation; see layers/activations.py.', activations.NAME
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 import tensorflow as tf
+
+from lingvo_gpipe.core import domain
 
 
 def _Gelu(x: tf.Tensor) -> tf.Tensor:
@@ -39,9 +40,7 @@ _ACTIVATIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
 }
 
 
-def Names() -> list[str]:
-  """Returns the known names, in alphabetical order."""
-  return sorted(_ACTIVATIONS)
+NAME = domain.OneOf(*sorted(_ACTIVATIONS))
 
 
 def GetFn(name: str) -> Callable[[tf.Tensor], tf.Tensor]:
@@ -50,8 +49,5 @@ def GetFn(name: str) -> Callable[[tf.Tensor], tf.Tensor]:
   Raises:
     ValueError: the name is unknown; the message suggests a similar one.
   """
-  if name not in _ACTIVATIONS:
-    close = difflib.get_close_matches(str(name).upper(), _ACTIVATIONS, n=1)
-    hint = f'did you mean {close[0]!r}? ' if close else ''
-    raise ValueError(f'unknown activation {name!r}; {hint}Known: {", ".join(Names())}')
+  NAME.Check('activation', name)
   return _ACTIVATIONS[name]

@@ -32,7 +32,9 @@ class _ConvLayer(base_layer.BaseLayer):
       'padding', 'SAME', 'How borders are treated: SAME or VALID.', domain.OneOf(*windows.PADDINGS)
     )
     p.Define('bias', False, 'Whether to add a bias.')
-    p.Define('activation', 'NONE', 'Name of the activation; see layers/activations.py.')
+    p.Define(
+      'activation', 'NONE', 'Name of the activation; see layers/activations.py.', activations.NAME
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:

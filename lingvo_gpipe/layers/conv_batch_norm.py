@@ -31,7 +31,7 @@ class ConvBatchNormLayer(base_layer.BaseLayer):
     p.Define(
       'padding', 'SAME', 'How borders are treated: SAME or VALID.', domain.OneOf(*windows.PADDINGS)
     )
-    p.Define('activation', 'RELU', 'Name of the activation of the inputs.')
+    p.Define('activation', 'RELU', 'Name of the activation of the inputs.', activations.NAME)
     p.Define('conv_tpl', conv.Conv2DLayerNoPadding.Params(), 'Template of the convolution.')
     p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norm.')
     return p

@@ -67,7 +67,9 @@ class ProjectionLayer(base_layer.BaseLayer):
     p.Define('output_dim', 0, 'Size of the last axis of the outputs.', domain.SIZE)
     p.Define('has_bias', False, 'Whether to add a bias b.')
     p.Define('bias_init', 0.0, 'Initial value of all entries of b.')
-    p.Define('activation', 'RELU', 'Name of the activation; see layers/activations.py.')
+    p.Define(
+      'activation', 'RELU', 'Name of the activation; see layers/activations.py.', activations.NAME
+    )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
@@ -119,7 +121,10 @@ class FeedForwardNet(base_layer.BaseLayer):
       'Params of the dropout after each projection, or a list with one entry for each.',
     )
     p.Define(
-      'activation', 'RELU', 'Name of the activation, or a list with one entry for each projection.'
+      'activation',
+      'RELU',
+      'Name of the activation, or a list with one entry for each projection.',
+      activations.NAME | domain.ListOf(activations.NAME),
     )
     p.Define('has_bias', True, 'Whether the projections add a bias.')
     return p

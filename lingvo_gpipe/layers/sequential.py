@@ -172,7 +172,9 @@ class SequentialLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a SequentialLayer."""
     p = super().Params()
-    p.Define('sub', [], 'Params of the layers.', domain.ListOf(domain.PARAMS))
+    p.Define(
+      'sub', [], 'Params of the layers.', domain.ListOf(domain.ParamsOf(base_layer.BaseLayer))
+    )
     p.Define(
       'repeat', 1, 'Number of repetitions of the layers, each with its own weights.', domain.SIZE
     )

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, domain, fprop_context, hyperparams, nested_map, shapes
-from lingvo_gpipe.layers import attention, dropout, linear, norm
+from lingvo_gpipe.layers import activations, attention, dropout, linear, norm
 
 Outputs = tuple[tf.Tensor, tf.Tensor | None] | tuple[tf.Tensor, tf.Tensor | None, tf.Tensor]
 
@@ -137,7 +137,7 @@ class TransformerFeedForwardLayer(base_layer.BaseLayer):
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis.', domain.SIZE)
     p.Define('hidden_dim', 0, 'Size of the hidden layer.', domain.SIZE)
-    p.Define('activation', 'RELU', 'Name of the activation of the hidden layer.')
+    p.Define('activation', 'RELU', 'Name of the activation of the hidden layer.', activations.NAME)
     p.Define('has_bias', True, 'Whether the two projections have a bias.')
     p.Define('ln_tpl', norm.LayerNorm.Params(), 'Template of the layer norm.')
     p.Define('fflayer_tpl', linear.FeedForwardNet.Params(), 'Template of the feed-forward net.')
@@ -258,7 +258,9 @@ class TransformerLayer(base_layer.BaseLayer):
       'atten_hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.', domain.INDEX
     )
     p.Define('is_causal', False, 'Whether a position attends only to itself and earlier positions.')
-    p.Define('activation', 'RELU', 'Name of the activation of the feed-forward part.')
+    p.Define(
+      'activation', 'RELU', 'Name of the activation of the feed-forward part.', activations.NAME
+    )
     p.Define(
       'residual_dropout_prob',
       0.0,

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map
-from lingvo_gpipe.layers import attention, dropout, norm, transformer
+from lingvo_gpipe.layers import activations, attention, dropout, norm, transformer
 
 Outputs = tuple[tf.Tensor | None, tf.Tensor | None, tf.Tensor, tf.Tensor | None]
 
@@ -135,7 +135,9 @@ class TransformerDecoderLayer(base_layer.BaseLayer):
     p.Define(
       'atten_hidden_dim', 0, 'Total width of the attention heads. 0: input_dim.', domain.INDEX
     )
-    p.Define('activation', 'RELU', 'Name of the activation of the feed-forward part.')
+    p.Define(
+      'activation', 'RELU', 'Name of the activation of the feed-forward part.', activations.NAME
+    )
     p.Define(
       'residual_dropout_prob',
       0.0,

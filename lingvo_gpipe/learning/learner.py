@@ -69,9 +69,14 @@ class Learner:
       'lr_schedule',
       lr_schedules.Constant.Params(),
       'Params of the schedule that multiplies the learning rate.',
-      domain.PARAMS,
+      domain.ParamsOf(lr_schedules.BaseSchedule),
     )
-    p.Define('optimizer', optimizer.Adam.Params(), 'Params of the optimizer.', domain.PARAMS)
+    p.Define(
+      'optimizer',
+      optimizer.Adam.Params(),
+      'Params of the optimizer.',
+      domain.ParamsOf(optimizer.KerasOptimizer),
+    )
     p.Define(
       'clip_gradient_norm_to_value',
       0.0,

@@ -80,8 +80,8 @@ class PiecewiseConstantSchedule(BaseSchedule):
     p.Define(
       'boundaries',
       [],
-      'Steps at which the value changes, increasing.',
-      domain.ListOf(domain.Number()),
+      'Steps at which the value changes.',
+      domain.ListOf(domain.Number(), increasing=True),
     )
     p.Define(
       'values',
@@ -94,8 +94,6 @@ class PiecewiseConstantSchedule(BaseSchedule):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    increasing = all(a < b for a, b in zip(p.boundaries, p.boundaries[1:], strict=False))
-    self._Check(increasing, 'boundaries', 'strictly increasing')
     count = len(p.boundaries) + 1
     self._Check(len(p.values) == count, 'values', f'{count} numbers ({count - 1} boundaries)')
 
@@ -108,6 +106,8 @@ class PiecewiseConstantSchedule(BaseSchedule):
 class _PointToPoint(BaseSchedule):
   """Base class of schedules that move from y0 at step x0 to y1 at step x1, constant elsewhere."""
 
+  _VALUE = domain.NOT_NEGATIVE
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
@@ -115,13 +115,13 @@ class _PointToPoint(BaseSchedule):
       'start',
       (0, 1.0),
       '(x0, y0): the first step of the change, and the value before it.',
-      domain.ListOf(domain.Number(), 2),
+      domain.PairOf(domain.Number(), cls._VALUE),
     )
     p.Define(
       'limit',
       (1, 1.0),
       '(x1, y1): the last step of the change, and the value after it.',
-      domain.ListOf(domain.Number(), 2),
+      domain.PairOf(domain.Number(), cls._VALUE),
     )
     return p
 
@@ -138,12 +138,6 @@ class _PointToPoint(BaseSchedule):
 class LinearSchedule(_PointToPoint):
   """Linear from (x0, y0) to (x1, y1), constant before and after; no value is negative."""
 
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    for name in ('start', 'limit'):
-      value = self.params.Get(name)[1]
-      self._Check(value >= 0, name, 'a pair (step, value) with a value of at least 0')
-
   def _Value(self, step: tf.Tensor) -> tf.Tensor:
     (x0, y0), (x1, y1) = self.params.start, self.params.limit
     return _Linear(step, x0, y0, x1, y1)
@@ -152,15 +146,11 @@ class LinearSchedule(_PointToPoint):
 class ExponentialSchedule(_PointToPoint):
   """Exponential from (x0, y0) to (x1, y1), a constant factor per step; values are positive."""
 
+  _VALUE = domain.POSITIVE
+
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     return super().Params().Set(limit=(1, 0.5))
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    p = self.params
-    self._Check(p.start[1] > 0, 'start', 'a pair (step, value) with a positive value')
-    self._Check(p.limit[1] > 0, 'limit', 'a pair (step, value) with a positive value')
 
   def _Value(self, step: tf.Tensor) -> tf.Tensor:
     (x0, y0), (x1, y1) = self.params.start, self.params.limit
@@ -236,27 +226,24 @@ class PiecewiseSchedule(BaseSchedule):
     p.Define(
       'boundaries',
       [],
-      'Increasing steps at which the next schedule starts.',
-      domain.ListOf(domain.Number()),
+      'Steps at which the next schedule starts.',
+      domain.ListOf(domain.POSITIVE, increasing=True),
     )
     p.Define(
       'schedules',
       [Constant.Params()],
       'Params of the schedules, one more than boundaries.',
-      domain.ListOf(domain.PARAMS),
+      domain.ListOf(domain.ParamsOf(BaseSchedule)),
     )
     return p
 
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    starts = [0, *p.boundaries]
-    increasing = all(a < b for a, b in zip(starts, p.boundaries, strict=False))
-    self._Check(increasing, 'boundaries', 'positive and strictly increasing')
-    if len(p.schedules) != len(starts):
+    if len(p.schedules) != len(p.boundaries) + 1:
       raise ValueError(
-        f'{type(self).__name__}: schedules must be {len(starts)} Params ({len(p.boundaries)} '
-        f'boundaries), got {len(p.schedules)}.'
+        f'{type(self).__name__}: schedules must be {len(p.boundaries) + 1} Params '
+        f'({len(p.boundaries)} boundaries), got {len(p.schedules)}.'
       )
     self._schedules = [schedule.Instantiate() for schedule in p.schedules]
 

@@ -56,7 +56,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       'sub',
       [],
       'Params of the layers, in order; nested SequentialLayers are flattened.',
-      domain.ListOf(domain.PARAMS),
+      domain.ListOf(domain.ParamsOf(base_layer.BaseLayer)),
     )
     p.Define('num_stages', 1, 'Number of stages.', domain.Int(1, schedules.MAX_STAGES))
     p.Define(
@@ -98,7 +98,12 @@ class PipeliningLayer(base_layer.BaseLayer):
       'Most bytes that a device may need, as predicted by `stage_memory`; 0: no limit.',
       domain.NOT_NEGATIVE,
     )
-    p.Define('schedule', 'gpipe', 'Name of the training schedule, or a Schedule.')
+    p.Define(
+      'schedule',
+      'gpipe',
+      'Name of the training schedule, or a Schedule.',
+      domain.NameOf('a schedule', schedules.Names) | domain.InstanceOf(schedules.Schedule),
+    )
     p.Define(
       'remat_policy',
       'stage',

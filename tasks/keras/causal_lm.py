@@ -19,7 +19,12 @@ class KerasCausalLm(model.LanguageModel):
     """Returns the Params: a class and its arguments, or a preset."""
     p = super().Params()
     p.Define('keras_class', '', 'Class of keras_hub.models, for example GPT2CausalLM.')
-    p.Define('backbone', {}, "Arguments of the backbone's class; empty: as in the preset.")
+    p.Define(
+      'backbone',
+      {},
+      "Arguments of the backbone's class; empty: as in the preset.",
+      domain.DictOf(domain.STR, domain.ANY),
+    )
     p.Define('preset', '', 'Name or directory of a preset with the weights to begin at.')
     p.Define(
       'lora_rank',
@@ -35,14 +40,19 @@ class KerasCausalLm(model.LanguageModel):
     import keras_hub  # An extra, and slow to import.
 
     keras_class = getattr(keras_hub.models, p.keras_class, None)
-    if keras_class is None:
-      raise ValueError(f'{self.path}.keras_class: keras_hub.models has no {p.keras_class!r}')
+    if not (isinstance(keras_class, type) and issubclass(keras_class, keras_hub.models.CausalLM)):
+      raise ValueError(
+        f'{self.path}.keras_class: keras_hub.models has no CausalLM {p.keras_class!r}'
+      )
     with keras_cut.InitialValues(p.random_seed):
       if p.preset and not p.backbone:
         self.keras_model = keras_preset.Model(keras_class, p.preset, preprocessor=None)
       else:
         backbone = {'vocabulary_size': p.vocab_size, **p.backbone}
-        self.keras_model = keras_preset.New(keras_class, backbone, preprocessor=None)
+        try:
+          self.keras_model = keras_preset.New(keras_class, backbone, preprocessor=None)
+        except (TypeError, ValueError) as e:
+          raise ValueError(f'{self.path}.backbone: {e}') from e
       if p.lora_rank:
         keras_preset.EnableLora(self.keras_model, p.lora_rank)
     self._needs_weights = bool(p.preset)

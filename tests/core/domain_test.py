@@ -2,13 +2,14 @@
 """Domains of params: their values, their checks from text and at Instantiate."""
 
 import math
+import re
 import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import domain, hyperparams
+from lingvo_gpipe.core import domain, hyperparams, nested_map
 from tests import naming
 
 
@@ -18,11 +19,15 @@ from tests import naming
     (domain.Int(1, 3), [1, 3, np.int64(2)], [0, 4, True, 2.0, None, '2', [2], math.nan]),
     (domain.Int(), [-(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1e3]),
     (domain.Number(0, below=1), [0, 0.5, np.float32(0.5)], [1, -0.1, math.nan, None, False, 'x']),
-    (domain.Number(above=0, high=1), [1e-9, 1], [0, 1.1, 10**400]),
-    (domain.Number(), [-1e300, 10**400], [math.inf, -math.inf, math.nan, 1j]),
+    (domain.Number(above=0, high=0.1), [1e-9, 0.1], [0, 0.11, 10**400, 1e-50]),
+    (domain.Number(), [-3e38, 10**30], [math.inf, -math.inf, math.nan, 1j, 1e300, -4e38, 10**400]),
+    (domain.Number(below=1), [0.9999999], [0.99999999999]),  # 1 in float32.
     (domain.Int(1) | domain.NONE, [None, 1], [0, '']),
     (domain.STR | domain.STRINGS, ['a', ['a', 'b'], ()], [1, [1], None]),
     (domain.OneOf('a', 'b'), ['a'], ['c', '', None, ['a']]),
+    (domain.Int(-1, -1) | domain.Int(1), [-1, 1], [0, -2]),
+    (domain.ListOf(domain.Int(), increasing=True), [[], [1], (1, 3)], [[1, 1], [2, 1], ['x', 1]]),
+    (domain.PairOf(domain.STR, domain.COUNT), [('a', 0), ['a', 1]], [('a',), (0, 'a'), 'ab']),
     (domain.ListOf(domain.SIZE, 2), [[1, 2], (3, 4)], [[1], [1, 0], 'ab', None, {1: 1, 2: 2}]),
     (domain.DictOf(domain.STR, domain.COUNT), [{}, {'a': 0}], [{1: 1}, {'a': -1}, [], None]),
     (domain.REGEX, ['', 'a(b)', '[[a]'], ['(', '*', '(' * 9999, 1, None]),
@@ -30,6 +35,8 @@ from tests import naming
      [tf.string, tf.int32, 'x', 1, None, []]),
     (domain.BOOL, [True, np.bool_(False)], [0, 'true', None]),
     (domain.PARAMS, [hyperparams.Params()], [None, {}, 1]),
+    (domain.ParamsOf(dict), [hyperparams.InstantiableParams(nested_map.NestedMap)],
+     [None, dict, hyperparams.Params(), hyperparams.InstantiableParams(list)]),
   ],
 )  # fmt: skip
 def testValues(tested, inside, outside):
@@ -41,6 +48,31 @@ def testValues(tested, inside, outside):
     message = str(e.value)
     assert message.startswith(f'a.x expects {tested.text}, got ')
     assert '\n' not in message and len(message) < 250
+
+
+@pytest.mark.parametrize(
+  ('tested', 'value', 'named'),
+  [
+    (domain.OneOf('RELU', 'GELU'), 'relu', "'RELU'?"),
+    (domain.OneOf('RELU', 'GELU') | domain.NONE, 'GELLU', "'GELU'?"),
+    (domain.NameOf('a schedule', lambda: ['gpipe', '1f1b']), 'gpip', "'gpipe'?"),
+    (domain.NameOf('a schedule', lambda: ['gpipe', '1f1b']), 'xyz', 'gpipe, 1f1b'),
+    (domain.POSITIVE, 1e300, 'inf in float32'),
+    (domain.POSITIVE | domain.NONE, 1e-60, '0.0 in float32'),
+  ],
+)
+def testAMessageHelpsWithAName(tested, value, named):
+  with pytest.raises(
+    ValueError, match=naming.Naming('a.x', repr(value)) + '.*' + re.escape(named) + '$'
+  ):
+    tested.Check('a.x', value)
+
+
+def testANameMayBeAddedLater():
+  names = ['a']
+  tested = domain.NameOf('a schedule', lambda: names)
+  names.append('b')
+  tested.Check('schedule', 'b')
 
 
 class _Layer:

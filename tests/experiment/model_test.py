@@ -10,6 +10,7 @@ from lingvo_gpipe.core import weight_params
 from lingvo_gpipe.experiment import model, task
 from lingvo_gpipe.input import synthetic
 from lingvo_gpipe.layers import linear
+from tests import naming
 
 
 class _Task(task.BaseTask):
@@ -53,7 +54,7 @@ def testATaskIsRequired():
 
 def testTaskParamsMustDescribeATask():
   layer = linear.LinearLayer.Params().Set(input_dim=2, output_dim=2)
-  with pytest.raises(TypeError, match='Params of a BaseTask, got LinearLayer'):
+  with pytest.raises(ValueError, match=naming.Naming('task', 'BaseTask', 'LinearLayer')):
     model.SingleTaskModel.Params().Set(task=layer).Instantiate()
 
 

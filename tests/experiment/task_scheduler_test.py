@@ -109,7 +109,7 @@ def testInvalidParamsAreRejectedByName(name, param, value):
   with pytest.raises(ValueError) as e:
     p.Set(**{param: value}).Instantiate()
   message = str(e.value)
-  assert message.startswith(f'{name}: {param} ') and message.endswith(f' got {value!r}')
+  assert message.startswith(f'{name}: {param} ') and f' got {value!r}'[:60] in message
 
 
 @pytest.mark.parametrize('weights', [{'a': 'x'}, {'a': None}, {'a': 1e308, 'b': 1e308}])

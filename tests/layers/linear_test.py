@@ -110,7 +110,7 @@ def testWrongInputsRaiseWithThePath():
     layer(tf.zeros([2, 4], tf.float64), tf.zeros([3]))
 
 
-@pytest.mark.parametrize('name', activations.Names())
+@pytest.mark.parametrize('name', activations.NAME.names())
 @pytest.mark.parametrize('dtype', [tf.float32, tf.float64, tf.bfloat16], ids=str)
 def testActivationsKeepTheDtype(name, dtype):
   x = tf.cast(tf.linspace(-3.0, 3.0, 7), dtype)

@@ -133,7 +133,7 @@ def testEmptySequencesRaise(values):
 
 
 def testSubOfAnotherTypeRaises():
-  with pytest.raises(ValueError, match=r"sub .*each item Params, got \['layer'\]"):
+  with pytest.raises(ValueError, match=r"sub .*each item .*Params.*, got \['layer'\]"):
     _Make(Sequential().Set(sub=['layer']))
 
 

@@ -118,9 +118,16 @@ def testTheTaskBeginsAtAPreset(tmp_path):
     np.testing.assert_allclose(_Logits(again), _Logits(run), rtol=1e-4, atol=1e-4)
 
 
-def testAnUnknownClassIsRefused():
-  with pytest.raises(ValueError, match=naming.Naming('keras_class', 'GPT9CausalLM')):
-    _Params(keras_class='GPT9CausalLM').Instantiate()
+@pytest.mark.parametrize('name', ['GPT9CausalLM', 'GPT2Backbone', '__init__'])
+def testAClassThatIsNoCausalLmIsRefused(name):
+  with pytest.raises(ValueError, match=naming.Naming('keras_class', name)):
+    _Params(keras_class=name).Instantiate()
+
+
+@pytest.mark.parametrize(('backbone', 'named'), [({1: 2}, 1), ({'num_layers': 2}, 'num_heads')])
+def testArgumentsThatTheBackboneDoesNotTakeAreRefused(backbone, named):
+  with pytest.raises(ValueError, match=naming.Naming('backbone', named)):
+    _Params(backbone=backbone).Instantiate()
 
 
 if __name__ == '__main__':
