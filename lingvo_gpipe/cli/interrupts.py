@@ -7,6 +7,7 @@ as a notebook, keep their own handler. Imports nothing that takes time.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -71,3 +72,5 @@ if _IsProgram():
   with contextlib.suppress(OSError):
     _stderr = os.dup(2)
   Install()
+  # At its very end Python restores the default, which would kill the process without a word.
+  atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)

@@ -309,6 +309,41 @@ def testCtrlCDuringTheImportsEndsInOneLine(module):
   assert (process.returncode, stderr) == (128 + signal.SIGINT, 'ended by Ctrl-C\n')
 
 
+# The first module that a tool imports from another library, in place of that library.
+_CTRL_C_AT_IMPORT = 'import os, signal; os.kill(os.getpid(), signal.SIGINT)'
+# Python restores the default of all signals before it deletes the modules.
+_CTRL_C_AT_EXIT = """
+import os
+import signal
+import sys
+
+
+class _AtExit:
+  def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGINT):
+    kill(process, number)
+
+
+sys.at_exit = _AtExit()
+"""
+
+
+@pytest.mark.parametrize(
+  ('module', 'source', 'expected'),
+  [
+    ('absl', _CTRL_C_AT_IMPORT, (128 + signal.SIGINT, 'ended by Ctrl-C\n')),
+    ('sitecustomize', _CTRL_C_AT_EXIT, (0, '')),
+  ],
+)
+def testCtrlCInTheFirstOrLastMomentOfAToolPrintsNoStack(tmp_path, module, source, expected):
+  (tmp_path / f'{module}.py').write_text(source)
+  done = processes.Run(
+    '',
+    command=[sys.executable, '-m', 'tools.draw_schedule', f'--output={tmp_path}/schedule.svg'],
+    more_environment={'PYTHONPATH': f'{tmp_path}{os.pathsep}{processes.ROOT}'},
+  )
+  assert (done.returncode, done.stderr) == expected
+
+
 def testCtrlCDoesNotEndAProcessThatImportsAProgram():
   assert signal.getsignal(signal.SIGINT) is not interrupts._Handle
   assert interrupts._stderr == 2
