@@ -7,7 +7,6 @@ device of the layer's stage. Counting a model's parameters allocates nothing.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +15,9 @@ import tensorflow as tf
 from lingvo_gpipe.core import (
   domain,
   fprop_context,
-  fprop_trace,
   hyperparams,
-  layer_tree,
   nested_map,
+  pipeline_element,
   weight_params,
 )
 
@@ -32,7 +30,7 @@ INHERITED = {
 }
 
 
-class BaseLayer(layer_tree.LayerTree):
+class BaseLayer(pipeline_element.PipelineElement):
   """The base class of all layers (Lingvo's BaseLayer, on tf.Module).
 
   A subclass defines its Params, creates children and declares weights in its constructor, and
@@ -52,8 +50,11 @@ class BaseLayer(layer_tree.LayerTree):
         def FProp(self, theta, x):
           return x + theta.b
 
-  The Params are copied and frozen: `layer.params` never changes after construction. `layer_tree`
-  holds the walks over layers and weights: `path`, `vars`, `theta`, `VariablesByPath` and others.
+  The Params are copied and frozen: `layer.params` never changes after construction.
+
+  Two base classes hold what other parts of the library use: `pipeline_element` the questions of the
+  pipeline and of the cost model, such as `FPropMeta` and skip connections, and `layer_tree` the
+  walks over layers and weights, such as `path`, `vars` and `theta`. Few layers override any of it.
   """
 
   # Whether, in evaluation, each position of the outputs [batch, time, ...] depends on the same
@@ -63,21 +64,6 @@ class BaseLayer(layer_tree.LayerTree):
 
   # Whether FProp calls `FPropContext.SumOverReplicas` in training.
   sums_over_replicas = False
-
-  # Whether FProp may read trainable variables other than its weights, which nobody trains.
-  reads_other_variables = False
-
-  # Whether, if this is the last layer, a loss gets `ForLoss` in the place of the outputs of FProp.
-  loss_takes_inputs = False
-
-  # A softmax with `ForLoss`, whose vocabulary can be shared out over devices, has {path of a weight
-  # below the layer: the axis of its classes}, for all weights.
-  class_axes: Mapping[str, int] = types.MappingProxyType({})
-
-  # The children of such a softmax, called `shards`, if it consists of several: softmaxes of equal
-  # size, in the order of their classes. Its FProp computes the logits of the shards that theta has.
-  # An embedding can have such children, too.
-  class_shards: Sequence[BaseLayer] = ()
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
     """Makes a class that overrides FProp declare again that it is position-wise."""
@@ -149,20 +135,6 @@ class BaseLayer(layer_tree.LayerTree):
   def params(self) -> Any:
     """The layer's frozen copy of its Params."""
     return self._params
-
-  @property
-  def compute_dtypes(self) -> frozenset[tf.DType]:
-    """The dtypes in which this layer computes, without its children."""
-    return frozenset([self._params.fprop_dtype])
-
-  @property
-  def structure(self) -> Any:
-    """A hashable value, equal for layers that compute the same function of theta and inputs.
-
-    Stages of equal layers share their traced functions. None: layers are equal if their Params and
-    the attributes that `__init__` sets are.
-    """
-    return None
 
   # ---- children and weights --------------------------------------------------------------------
 
@@ -324,25 +296,6 @@ class BaseLayer(layer_tree.LayerTree):
 
     return tf.nest.map_structure(Cast, value)
 
-  # ---- skip connections of a sequence ----------------------------------------------------------
-
-  @property
-  def skips_in(self) -> tuple[str, ...]:
-    """Names of the skip connections that end here: tensors of earlier layers of the sequence."""
-    return ()
-
-  @property
-  def skips_out(self) -> tuple[str, ...]:
-    """Names of the skip connections that begin here."""
-    return ()
-
-  def FPropSkips(
-    self, theta: nested_map.NestedMap, skips: nested_map.NestedMap, *args: Any
-  ) -> tuple[Any, nested_map.NestedMap]:
-    """Runs FProp as an element of a sequence: takes `skips_in`, returns (outputs, `skips_out`)."""
-    del skips
-    return self.FProp(theta, *args), nested_map.NestedMap()
-
   # ---- decoding --------------------------------------------------------------------------------
 
   def Prefill(
@@ -400,87 +353,6 @@ class BaseLayer(layer_tree.LayerTree):
           'Prefill and ExtendStep, or set is_position_wise = True in the class if each position of '
           'its outputs depends on the same position of its inputs alone'
         )
-
-  def PartOf(self, op_name: str) -> str | None:
-    """Returns the part of FProp in which an operation was made, if any.
-
-    By default the innermost `fprop_context.Part`.
-
-    Args:
-      op_name: the name of the operation in a graph.
-    """
-    return fprop_context.PartOf(op_name)
-
-  def ForLoss(self, theta: nested_map.NestedMap, *args: Any) -> tuple[Any, ...]:
-    """Returns objects that stand for the outputs of FProp, which the loss computes from them.
-
-    A layer with `loss_takes_inputs` overrides it. The objects convert into the outputs of FProp if
-    TensorFlow needs tensors.
-    """
-    raise NotImplementedError(f'{self.path}: a {type(self).__name__} has no ForLoss')
-
-  # ---- cost ------------------------------------------------------------------------------------
-
-  @classmethod
-  def FPropMeta(
-    cls, params: hyperparams.InstantiableParams, *input_specs: Any
-  ) -> nested_map.NestedMap:
-    """Returns the output shapes and the cost of one FProp, without allocating or running anything.
-
-    This default traces the layer once and counts the operations of its graph. Override it only if
-    the layer cannot be traced, or if counting is slow or wrong.
-
-    Args:
-      params: the layer's Params.
-      *input_specs: a (nest of) tf.TensorSpec with static shapes for each input; None allowed.
-
-    Returns:
-      NestedMap(flops, out_specs): floating-point operations of one forward call (a multiply-add
-      counts as two) and a tuple with the (nest of) tf.TensorSpec of each output.
-    """
-    return cls._Trace(params, nested_map.NestedMap(), *input_specs).meta
-
-  @classmethod
-  def FPropMetaSkips(
-    cls,
-    params: hyperparams.InstantiableParams,
-    skip_specs: nested_map.NestedMap,
-    *input_specs: Any,
-  ) -> tuple[nested_map.NestedMap, nested_map.NestedMap]:
-    """Returns FPropMeta of an element of a sequence, and the specs of its `skips_out`.
-
-    Raises:
-      ValueError: `out_specs` of an overridden FPropMeta is not a tuple.
-    """
-    if cls.HasOwnMeta():
-      meta = cls.FPropMeta(params, *input_specs)
-      if not isinstance(meta.out_specs, tuple | list):
-        raise ValueError(
-          f'{cls.__name__}.FPropMeta: out_specs must be a tuple with the specs of each output, got '
-          f'{meta.out_specs!r}'
-        )
-      return meta, nested_map.NestedMap()
-    trace = cls._Trace(params, skip_specs, *input_specs)
-    return trace.meta, trace.skip_specs
-
-  @classmethod
-  def HasOwnMeta(cls) -> bool:
-    """Whether the class overrides `FPropMeta` or `FPropMetaSkips`."""
-    return any(
-      getattr(cls, name).__func__ is not getattr(BaseLayer, name).__func__
-      for name in ('FPropMeta', 'FPropMetaSkips')
-    )
-
-  @classmethod
-  def _Trace(
-    cls,
-    params: hyperparams.InstantiableParams,
-    skip_specs: nested_map.NestedMap,
-    *input_specs: Any,
-  ) -> fprop_trace.LayerTrace:
-    p = params.Copy()
-    p.name = p.name or 'layer'
-    return fprop_trace.TraceLayer(p.Instantiate(), skip_specs, *input_specs)
 
   def __repr__(self) -> str:
     return f'<{type(self).__name__} {self.path}>'

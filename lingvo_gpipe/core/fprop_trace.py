@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context, graph_cost, nested_map, result_bytes, side_effects
+from lingvo_gpipe.core import fprop_context, nested_map
+from lingvo_gpipe.graph import graph_cost, result_bytes, side_effects
 
 
 class TracedLayer(Protocol):

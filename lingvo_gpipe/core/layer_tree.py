@@ -14,7 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map, side_effects, weight_params
+from lingvo_gpipe.core import nested_map, weight_params
+from lingvo_gpipe.graph import side_effects
 
 # Called as maker(path, device, create). Returns the variable at a path: `create()`, or another one.
 VariableMaker = Callable[[str, str | None, Callable[[], tf.Variable]], tf.Variable]

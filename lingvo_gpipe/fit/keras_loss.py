@@ -28,7 +28,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import nested_map, side_effects
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.graph import side_effects
 from lingvo_gpipe.layers import chunked_logits
 from lingvo_gpipe.layers.keras import keras_cell_layer, keras_masks, keras_nodes, keras_variables
 from lingvo_gpipe.pipeline.stages import micro_batch, weighted_loss

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map, side_effects
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map
+from lingvo_gpipe.graph import side_effects
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import emission, engine
 from lingvo_gpipe.pipeline.schedule import actions

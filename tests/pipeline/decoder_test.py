@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, graph_cost, nested_map
+from lingvo_gpipe.core import base_layer, nested_map
+from lingvo_gpipe.graph import graph_cost
 from lingvo_gpipe.layers import embedding, linear, norm, skip, transformer
 from lingvo_gpipe.pipeline.stages import micro_batch
 from tests import naming

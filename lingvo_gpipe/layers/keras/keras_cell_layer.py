@@ -20,9 +20,9 @@ from lingvo_gpipe.core import (
   fprop_context,
   hyperparams,
   nested_map,
-  side_effects,
   weight_params,
 )
+from lingvo_gpipe.graph import side_effects
 from lingvo_gpipe.layers import chunked_logits, dropout
 from lingvo_gpipe.layers.keras import keras_cells, keras_nodes, keras_symbols, keras_variables
 

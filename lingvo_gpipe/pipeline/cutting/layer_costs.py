@@ -13,7 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, flop_rules, fprop_trace, nested_map, shapes
+from lingvo_gpipe.core import base_layer, fprop_trace, nested_map, shapes
+from lingvo_gpipe.graph import flop_rules
 from lingvo_gpipe.pipeline.cost import stage_memory
 from lingvo_gpipe.pipeline.stages import retraces, split_backward, stage_math, vjp
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import side_effects
+from lingvo_gpipe.graph import side_effects
 from lingvo_gpipe.pipeline.stages import failures, leaves, stage_math, vjp
 
 

@@ -16,14 +16,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import (
-  base_layer,
-  fprop_context,
-  nested_map,
-  params_tree,
-  shapes,
-  side_effects,
-)
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, params_tree, shapes
+from lingvo_gpipe.graph import side_effects
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline.stages import failures, leaves, retraces, weighted_loss
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import flop_rules, result_bytes
+from lingvo_gpipe.graph import flop_rules, result_bytes
 
 # An operation without a rule is reported if its outputs or its inputs have more elements.
 UNKNOWN_REPORT_ELEMENTS = 1024

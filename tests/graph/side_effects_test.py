@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import side_effects
+from lingvo_gpipe.graph import side_effects
 from tests.toys import layers, stacks
 
 _DIM, _BATCH = layers.DIM, 4

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lingvo_gpipe.core import flop_rules
+from lingvo_gpipe.graph import flop_rules
 
 
 def _Flops(fn, op_type, *shapes, dtype=tf.float32):

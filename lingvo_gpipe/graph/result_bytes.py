@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import flop_rules
+from lingvo_gpipe.graph import flop_rules
 
 # The results of these are not new data, or exist all the time.
 _NOT_NEW = frozenset(

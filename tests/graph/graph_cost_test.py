@@ -6,7 +6,7 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import graph_cost
+from lingvo_gpipe.graph import graph_cost
 
 
 def _Trace(fn, *shapes, dtype=tf.float32):
