@@ -30,7 +30,6 @@ from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch, shared_f
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 _Kind = actions.Kind
-_Recompute = rematerialisation.Recompute
 
 
 class Walk:
@@ -125,7 +124,7 @@ class Emission:
     self._theta = theta
     self._copies = copies or host_copies.HostCopies()
     self._is_dense = is_dense
-    # The part that backward of (stage, micro-batch) recomputes; empty without a backward.
+    # The part that backward of (stage, micro-batch) recomputes; pairs without one are missing.
     self._recompute: dict[tuple[int, int], shared_functions.Recompute] = {}
     # Between actions: activations and gradients, see the module. Gradients are flat lists, one
     # tensor for each floating leaf; dskips has one list for each stage that took the skip.
@@ -148,8 +147,8 @@ class Emission:
     self, schedule: schedules.Schedule, remat_policy: rematerialisation.Policy = 'stage'
   ) -> None:
     """Emits every action of the schedule that has any work at its stage."""
-    self._recompute = rematerialisation.ByMicroBatch(schedule.actions, remat_policy)
-    order = (a for a in schedule.EmissionOrder() if self._stages[a.stage].HasAction(a.kind))
+    order = [a for a in schedule.EmissionOrder() if self._stages[a.stage].HasAction(a.kind)]
+    self._recompute = rematerialisation.ByMicroBatch([order], remat_policy)
     self._walk.Run(order, self._EmitAction)
 
   def EmitThetaBackward(
@@ -174,7 +173,7 @@ class Emission:
 
     def Backward(s: stage_lib.Stage, action: actions.Action) -> None:
       k, m = s.index, action.micro_batch
-      dy, functions = self._TakeGradient(s, m), self._For(s, _Recompute.STAGE)
+      dy, functions = self._TakeGradient(s, m), self._FunctionsFor(s, m)
       grads, dx = self._Call(s, m, functions.ThetaBackward, dy)
       self._GiveGradient(s, m, dx)
       with tf.device(s.device):
@@ -260,13 +259,12 @@ class Emission:
 
   def _Forward(self, s: stage_lib.Stage, m: int) -> None:
     self._TakeInput(s, m)
-    functions = self._For(s, self._RecomputeOf(s, m))
-    y, sums, self._residuals[s.index, m] = self._Call(s, m, functions.Forward)
+    y, sums, self._residuals[s.index, m] = self._Call(s, m, self._FunctionsFor(s, m).Forward)
     self._Give(s, m, y, sums)
 
   def _ForwardBackward(self, s: stage_lib.Stage, m: int) -> None:
     self._TakeInput(s, m)
-    functions, sinks = self._For(s, _Recompute.STAGE), s.AllAccumulators()
+    functions, sinks = self._FunctionsFor(s, m), s.AllAccumulators()
     dx, sums, accumulated = self._Call(s, m, functions.ForwardBackward, sinks)
     self._Give(s, m, (), sums)
     self._TakeSlices(s, m, accumulated)
@@ -274,14 +272,14 @@ class Emission:
 
   def _Backward(self, s: stage_lib.Stage, m: int) -> None:
     dy, residuals = self._TakeGradient(s, m), self._residuals.pop((s.index, m))
-    functions, sinks = self._For(s, self._RecomputeOf(s, m)), s.AllAccumulators()
+    functions, sinks = self._FunctionsFor(s, m), s.AllAccumulators()
     dx, accumulated = self._Call(s, m, functions.Backward, sinks, residuals, dy)
     self._TakeSlices(s, m, accumulated)
     self._GiveGradient(s, m, dx)
 
   def _InputGradient(self, s: stage_lib.Stage, m: int) -> None:
     dy, residuals = self._TakeGradient(s, m), self._residuals.get((s.index, m))
-    functions = self._ForHalves(s, m)
+    functions = self._FunctionsFor(s, m)
     dx, for_weights = self._Call(s, m, functions.InputGradient, residuals, dy)
     self._for_weights[s.index, m] = (dy, for_weights)
     self._GiveGradient(s, m, dx)
@@ -292,7 +290,7 @@ class Emission:
       dy, for_weights = self._for_weights.pop((s.index, m))
     else:  # There was no input gradient to compute.
       dy, for_weights = self._TakeGradient(s, m), []
-    functions, sinks = self._ForHalves(s, m), s.AllAccumulators()
+    functions, sinks = self._FunctionsFor(s, m), s.AllAccumulators()
     accumulated = self._Call(s, m, functions.WeightGradient, sinks, residuals, dy, for_weights)
     self._TakeSlices(s, m, accumulated)
 
@@ -306,27 +304,16 @@ class Emission:
 
   # ---- parts of an action ------------------------------------------------------------------------
 
-  def _RecomputeOf(self, s: stage_lib.Stage, m: int) -> shared_functions.Recompute:
-    """Returns the part that backward recomputes; the default if there is no backward."""
-    has_backward = s.HasAction(_Kind.BACKWARD)
-    return (
-      self._recompute.get((self._StageInSchedule(s), m), _Recompute.STAGE)
-      if has_backward
-      else _Recompute.STAGE
+  def _FunctionsFor(self, s: stage_lib.Stage, m: int) -> Any:
+    """Returns the functions of all actions of a micro-batch in a stage; see `StageFunctions`."""
+    recompute = self._recompute.get(
+      (self._StageInSchedule(s), m), rematerialisation.Recompute.STAGE
     )
+    return self._functions.For(s, recompute, do_eval=self._do_eval, with_loss=self._with_loss)
 
   def _StageInSchedule(self, s: stage_lib.Stage) -> int:
     """Returns the number of the stage in the schedule."""
     return s.index
-
-  def _ForHalves(self, s: stage_lib.Stage, m: int) -> Any:
-    """Returns the functions with I and W; without residuals, these recompute the stage."""
-    recompute = self._RecomputeOf(s, m)
-    is_by_layer = isinstance(recompute, rematerialisation.ByLayer)
-    return self._For(s, recompute if is_by_layer else _Recompute.NOTHING)
-
-  def _For(self, s: stage_lib.Stage, recompute: shared_functions.Recompute) -> Any:
-    return self._functions.For(s, recompute, do_eval=self._do_eval, with_loss=self._with_loss)
 
   def _Call(self, s: stage_lib.Stage, m: int, function: Callable[..., Any], *args: Any) -> Any:
     """Returns function(StageCall of micro-batch m, *args), as the next call of the walk."""

@@ -49,7 +49,7 @@ def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM), is_trained=Non
   """{action: number of matrix products}, of all actions of a step; the step is run eagerly."""
   numbers = itertools.count()
   known, products = {}, collections.Counter()
-  original_for, original_emit = emission.Emission._For, emission.Emission._EmitAction
+  original_for, original_emit = emission.Emission._FunctionsFor, emission.Emission._EmitAction
   xla = stack.params.xla
   current = []
 
@@ -79,14 +79,14 @@ def _Products(stack, tmp_path, monkeypatch, shape=(2 * _M, _DIM), is_trained=Non
 
     return Call
 
-  def CountingFor(self, s, recompute):
-    functions = original_for(self, s, recompute)
+  def CountingFor(self, s, m):
+    functions = original_for(self, s, m)
     for name, value in vars(functions).items():
       if hasattr(value, 'get_concrete_function'):
         setattr(functions, name, Counting(value))
     return functions
 
-  monkeypatch.setattr(emission.Emission, '_For', CountingFor)
+  monkeypatch.setattr(emission.Emission, '_FunctionsFor', CountingFor)
   monkeypatch.setattr(emission.Emission, '_EmitAction', Emit)
   x = tf.ones(shape, tf.float64)
   stack.Place(

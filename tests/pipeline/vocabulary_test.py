@@ -11,10 +11,9 @@ import tensorflow as tf
 from lingvo_gpipe.core import nested_map, text_table
 from lingvo_gpipe.layers import embedding, linear
 from lingvo_gpipe.learning import optimizer
-from lingvo_gpipe.pipeline import vocabulary_emission
 from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_vocabulary
-from lingvo_gpipe.pipeline.stages import vocabulary_slices
+from lingvo_gpipe.pipeline.stages import shared_functions, vocabulary_slices
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
 from tests.toys import stacks
@@ -100,14 +99,14 @@ def _Expected(head, is_tied=False, size=_BATCH):
   ],
 )
 def testLossAndGradientsEqual(head, num_devices, num_replicas, size, options, monkeypatch):
-  chosen, original = set(), vocabulary_emission.VocabularyEmission._For
+  chosen, original = set(), shared_functions.SharedFunctions.For
 
-  def For(self, s, recompute):
+  def For(self, s, recompute, **mode):
     if isinstance(s, vocabulary_slices.Slice):
       chosen.add((s.number, recompute))
-    return original(self, s, recompute)
+    return original(self, s, recompute, **mode)
 
-  monkeypatch.setattr(vocabulary_emission.VocabularyEmission, '_For', For)
+  monkeypatch.setattr(shared_functions.SharedFunctions, 'For', For)
   options = {'num_stages': num_devices, 'num_micro_batches': 4, **options}
   options['stages_per_device'] = options['num_stages'] // num_devices
   stack = _Stack(head, vocabulary='shared', **options)

@@ -94,25 +94,25 @@ def ByMicroBatch(
   """Returns {(stage, micro-batch): the part that backward recomputes}.
 
   Args:
-    rows: for each device its actions. Pairs without B or I have no entry: forward-only schedules
-      have none, and V, forward and backward in one, has nothing to recompute.
+    rows: for each device its actions. Pairs without B, I and W have no entry: forward-only
+      schedules have none, and V, forward and backward in one, has nothing to recompute.
     policy: the policy of all stages, or of each.
   """
-  backwards = {
-    (a.stage, a.micro_batch): a.kind
+  kinds = (actions.Kind.BACKWARD, actions.Kind.INPUT_GRADIENT, actions.Kind.WEIGHT_GRADIENT)
+  are_whole = {
+    (a.stage, a.micro_batch): a.kind is actions.Kind.BACKWARD
     for row in rows
     for a in row
-    if a.kind in (actions.Kind.BACKWARD, actions.Kind.INPUT_GRADIENT)
+    if a.kind in kinds
   }
-  last = max((m for _, m in backwards), default=0)
+  last = max((m for _, m in are_whole), default=0)
 
-  def Choose(kind: actions.Kind, k: int, m: int) -> Recompute | ByLayer:
+  def Choose(is_whole: bool, k: int, m: int) -> Recompute | ByLayer:
     of_stage = OfStage(policy, k)
     if not RunsAgain(of_stage, m == last):
       return Recompute.NOTHING
-    is_whole = kind == actions.Kind.BACKWARD
     if isinstance(of_stage, ByLayer):
       return dataclasses.replace(of_stage, is_split=not is_whole)
     return Recompute.LAYER if of_stage == 'layer' and is_whole else Recompute.STAGE
 
-  return {(k, m): Choose(kind, k, m) for (k, m), kind in backwards.items()}
+  return {(k, m): Choose(is_whole, k, m) for (k, m), is_whole in are_whole.items()}

@@ -20,11 +20,6 @@ from lingvo_gpipe.pipeline.stages import (
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 Recompute = rematerialisation.Recompute | rematerialisation.ByLayer
-_STAGE_FUNCTIONS = {
-  rematerialisation.Recompute.STAGE: stage_functions.StageFunctions,
-  rematerialisation.Recompute.LAYER: layer_backward.LayerBackward,
-  rematerialisation.Recompute.NOTHING: split_backward.SplitBackward,
-}
 
 
 class SharedFunctions:
@@ -80,7 +75,9 @@ class SharedFunctions:
       do_eval: the layers' mode.
       with_loss: whether the last stage runs the loss.
     """
-    math = self.Math(s, do_eval=do_eval, with_loss=with_loss)
+    return self._For(self.Math(s, do_eval=do_eval, with_loss=with_loss), recompute)
+
+  def _For(self, math: stage_math.StageMath, recompute: Recompute) -> Any:
     key = (id(math), recompute)
     if key not in self._functions:
       self._functions[key] = self._Make(math, recompute)
@@ -101,10 +98,14 @@ class SharedFunctions:
     return self._shared_table
 
   def _Make(self, math: stage_math.StageMath, recompute: Recompute) -> Any:
-    if isinstance(recompute, rematerialisation.Recompute):
-      return _STAGE_FUNCTIONS[recompute](math, self.xla)
+    """Traces nothing, so functions that no action calls cost nothing."""
     split, by_layer = split_backward.SplitBackward, layer_backward.LayerBackward
-    return (split if recompute.is_split else by_layer)(math, self.xla, recompute.layers)
+    if isinstance(recompute, rematerialisation.ByLayer):
+      return (split if recompute.is_split else by_layer)(math, self.xla, recompute.layers)
+    if recompute is rematerialisation.Recompute.STAGE:
+      halves = self._For(math, rematerialisation.Recompute.NOTHING)
+      return stage_functions.StageFunctions(math, self.xla, halves)
+    return (by_layer if recompute is rematerialisation.Recompute.LAYER else split)(math, self.xla)
 
   def Math(self, s: stage_lib.Stage, *, do_eval: bool, with_loss: bool) -> stage_math.StageMath:
     """Returns a stage's computations.

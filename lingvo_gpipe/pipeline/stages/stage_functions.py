@@ -8,6 +8,8 @@ first forward.
     F   x ──> y, sums            keeps only x, which the engine holds
     B   x, dy ──> dx, slices     runs F again under a tape, adds weight gradients to accumulators
     V   x ──> dx, sums, slices   F and B of the last stage in one: nothing to recompute
+
+If the schedule splits the backward, I and W of `split_backward` recompute the stage.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.pipeline.stages import leaves, stage_math
+from lingvo_gpipe.pipeline.stages import leaves, split_backward, stage_math
 
 
 class StageFunctions:
@@ -31,6 +33,7 @@ class StageFunctions:
       stage, which has the loss, so that nothing is recomputed.
     ThetaBackward: tf.function (call, dy) -> (gradients of the floating weights, dx); for weights
       given as tensors, under somebody else's tape.
+    InputGradient, WeightGradient: see `SplitBackward`; to be called without residuals.
 
   `call` is a StageCall. `y` is NestedMap(args, skips): the last layer's outputs, a tuple or not,
   and the exported skips; it is () in the stage with the loss, because full-batch logits never
@@ -44,12 +47,29 @@ class StageFunctions:
   `split_backward` have functions of this form that keep some.
   """
 
-  def __init__(self, math: stage_math.StageMath, xla: bool, *, is_inner: bool = False) -> None:
+  def __init__(
+    self,
+    math: stage_math.StageMath,
+    xla: bool,
+    halves: split_backward.SplitBackward | None = None,
+    *,
+    is_inner: bool = False,
+  ) -> None:
+    """Traces nothing.
+
+    Args:
+      math: the computations of the stage.
+      xla: whether XLA compiles the functions.
+      halves: has I and W; None if nobody calls them.
+      is_inner: whether the functions run as parts of another one.
+    """
     self._math = math
     self.Forward = stage_math.Traced(self._Forward, xla, is_inner)
     self.Backward = stage_math.Traced(self._Backward, xla, is_inner)
     self.ForwardBackward = stage_math.Traced(self._ForwardBackward, xla, is_inner)
     self.ThetaBackward = stage_math.Traced(self._ThetaBackward, xla, is_inner)
+    if halves is not None:
+      self.InputGradient, self.WeightGradient = halves.InputGradient, halves.WeightGradient
 
   def _Forward(self, call: stage_math.StageCall) -> tuple[Any, nested_map.NestedMap, None]:
     self._math.CountTrace(call.x, call.side)
