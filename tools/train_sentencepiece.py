@@ -53,7 +53,7 @@ def _DefineFlags() -> None:
 
 def _Train() -> int:
   if bool(FLAGS.model) == bool(FLAGS.files):
-    raise binary.UsageError('one of --model and --files is needed: where the texts come from')
+    raise binary.UsageError('one of --model and --files is needed: the source of the texts')
   prefix, vocab_size = FLAGS.prefix, FLAGS.vocab_size
   symbols = list(FLAGS.control_symbols)
   if FLAGS.files:
@@ -66,7 +66,7 @@ def _Train() -> int:
     vocab_size = vocab_size or p.Get('vocab_size')
     symbols += [s for s in _ControlSymbols(generator) if s not in symbols]
   if not prefix:
-    raise binary.UsageError('--prefix is needed: where to write the vocabulary')
+    raise binary.UsageError('--prefix is needed: the path of the vocabulary')
   if not vocab_size:
     raise binary.UsageError('--vocab_size is needed: the number of pieces')
   tokenizer = sentencepiece_training.Train(

@@ -43,9 +43,9 @@ _NOT_HERE = (
   'platform', 'xla_cache',
 )  # fmt: skip
 _LEGEND = """\
-Speed-up is that of the best step over the first line's. Bytes are those that a step sends between
-workers and between them and the trainer, both ways, with what has to be sent in parentheses. Peak
-MiB is VmHWM of the trainer and of each worker, with what TensorFlow alone takes in parentheses."""
+Speed-up compares the best step with the first line's. Bytes are sent in a step between workers
+and between them and the trainer, both ways; in parentheses, the bytes that must be sent. Peak MiB
+is VmHWM of the trainer and of each worker; in parentheses, the share of TensorFlow alone."""
 
 
 def _DefineFlags() -> None:
@@ -172,7 +172,7 @@ def _Measure() -> int:
   for name in _NOT_HERE:
     if FLAGS[name].present:
       raise binary.UsageError(
-        f'--{name} does nothing here: --grid and --devices_in say what is measured on this machine'
+        f'--{name} does nothing here: --grid and --devices_in choose the measurements'
       )
   key = FLAGS.model or _MODEL
   tables: dict[str, list[workers_trial.Trial]] = {}

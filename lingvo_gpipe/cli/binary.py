@@ -114,7 +114,7 @@ def DefineFlags() -> None:
   flags.DEFINE_multi_string(
     'model_params_override',
     [],
-    "Params to change, such as 'task.train.max_steps:100;...'; applied after those of the file.",
+    "Params to change, such as 'task.train.max_steps:100;...'; applied after the file's.",
   )
   flags.DEFINE_string('model_params_file_override', None, 'File of Params to change, one per line.')
   flags.DEFINE_multi_string('params_package', [], 'Another package of experiments to search.')

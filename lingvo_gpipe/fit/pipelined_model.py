@@ -433,8 +433,8 @@ def _CheckOverrides(model: Any) -> None:
       is_known = is_known or keras_equality.IsOfKeras(owner)
     if not is_known or name in vars(model):
       raise ValueError(
-        f'{type(model).__name__} overrides {name}, which a pipeline would not call: move what it '
-        'does into layers, the loss or metrics'
+        f'{type(model).__name__} overrides {name}, which a pipeline would not call: move its '
+        'computations into layers, the loss or metrics'
       )
 
 

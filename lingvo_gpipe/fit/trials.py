@@ -158,8 +158,8 @@ class Trial:
 
 def _WarnOfDependence(layer: keras_cell_layer.KerasCellLayer, names: str, computes: str) -> None:
   logging.warning(
-    '%s: what %s %s for an example depends on the other examples of the batch, which are those of '
-    'its micro-batch here. Only num_micro_batches=1 computes it as Keras does.',
+    '%s: the value that %s %s for an example depends on the other examples of the batch. Here only '
+    'the examples of its micro-batch count; num_micro_batches=1 computes it as Keras does.',
     layer.path,
     names,
     computes,

@@ -116,7 +116,7 @@ class PipeliningLayer(base_layer.BaseLayer):
       'offload',
       0.0,
       'Greatest share of the stages and micro-batches of a device whose activations wait for '
-      'backward in the memory of the host; only those that lower its peak do. 0: none, '
+      'backward in the memory of the host; only if that lowers its peak. 0: none, '
       'unless a Schedule has copies.',
       domain.Number(0, 1),
     )
@@ -129,7 +129,7 @@ class PipeliningLayer(base_layer.BaseLayer):
     p.Define(
       'vocabulary',
       'one',
-      'Where training computes the last layer, a softmax: in the last stage (one), or a slice of '
+      'Placement of the last layer, a softmax, in training: in the last stage (one), or a slice of '
       'its classes on each device (shared), which balances the devices.',
       domain.OneOf('one', 'shared'),
     )

@@ -105,8 +105,8 @@ def _Memory(cuts: Mapping[str, cut_lib.Cut], devices: cluster.Cluster) -> str:
     '<th>Measured peak</th></tr>'
     f'{rows}<tr><td>this process, with TensorFlow</td><td></td><td>{_MiB(peak)}</td></tr>'
     '</table></div>'
-    '<p>Predicted: weights, gradients, slots and activations. Measured: what TensorFlow allocated '
-    'on an accelerator, and the resident memory of this process.</p>'
+    '<p>Predicted: weights, gradients, slots and activations. Measured: the memory that '
+    'TensorFlow allocated on an accelerator, and the resident memory of this process.</p>'
   )
 
 

@@ -212,7 +212,7 @@ class StepProfiler(callback.StepHook):
     )
     num_replicas = len(runner.engine.replicas)
     if num_replicas > 1:
-      text += f'; the schedule and the bubble are those of the first of {num_replicas} replicas'
+      text += f'; schedule and bubble of the first of {num_replicas} replicas'
     measured_steps = [m for m, _ in pairs]
     doubts = measured_schedule.FindDoubts(
       measured_steps, runner.cut.policy, _HaveWeightGradient(runner)

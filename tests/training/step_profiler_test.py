@@ -154,7 +154,7 @@ def testMiniBatchesOfAnUpdateAreDrawnOneByOne(tmp_path, capsys):
 
 def testTheFirstReplicaIsDrawn(tmp_path, capsys):
   _Train(tmp_path, (2, 2), 2, num_replicas=2)
-  note = 'the schedule and the bubble are those of the first of 2 replicas'
+  note = 'schedule and bubble of the first of 2 replicas'
   assert note in capsys.readouterr().out and note in (tmp_path / 'timeline_2_2.html').read_text()
 
 

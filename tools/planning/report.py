@@ -18,8 +18,8 @@ LEGEND = (
   'R replicas of K devices with v stages each, M micro-batches of at most `size` examples a\n'
   'replica. One stage has the softmax, or all devices have shared its vocabulary. Of a step: work\n'
   'is the mean of the devices with recomputation, bubble their idle time with free links, links\n'
-  'what these add, update that of the weights; memory is of the device that needs most. All of it\n'
-  'is predicted.'
+  'the time that these add, update the time of the weights; memory is of the device that needs\n'
+  'most. All of it is predicted.'
 )
 # Smaller parts of a step are not reported.
 _NOTABLE = 0.005

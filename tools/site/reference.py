@@ -101,8 +101,9 @@ def _FirstParagraph(text: str) -> str:
 def _ParamsPage(paths: list[str]) -> str:
   lines = [
     '# Params', '',
-    'The Params of every layer, task and input, with their defaults. A class also has those of '
-    'the class that it names. `trainer --mode=inspect_params` prints the Params of an experiment.',
+    'The Params of every layer, task and input, with their defaults. A class also has the '
+    'Params of the class that it names. `trainer --mode=inspect_params` prints the Params of an '
+    'experiment.',
   ]  # fmt: skip
   for cls in _ClassesWithParams(paths):
     lines += _ParamsOf(cls)

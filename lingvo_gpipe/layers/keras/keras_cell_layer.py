@@ -176,9 +176,9 @@ class KerasCellLayer(base_layer.BaseLayer):
     ranks = {len(v.shape) for v in tensors}
     if wrong or not is_alone or not is_floating or cell.has_loss or len(ranks) != 1:
       raise ValueError(
-        f"{self.path}: loss_chunk_size and vocabulary='shared' need a model whose one output is "
-        'that of a Dense or ReversibleEmbedding in a cell of its own, without activation, losses '
-        f'and mask_zero; got {", ".join(wrong) or cell.name}'
+        f"{self.path}: loss_chunk_size and vocabulary='shared' need a model whose only output "
+        'comes from a Dense or ReversibleEmbedding in a cell of its own, without activation, '
+        f'losses and mask_zero; got {", ".join(wrong) or cell.name}'
       )
 
   @property

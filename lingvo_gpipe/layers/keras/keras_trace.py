@@ -214,7 +214,7 @@ def Trace(
   if (line := Difference(first, last)) is not None:
     raise ValueError(
       f'{type(layer).__name__}.call does something else in training than in evaluation{line}, so '
-      'its layers are no fixed graph: move the choice into a layer that takes `training`'
+      'its layers form no fixed graph: move the choice into a layer that takes `training`'
     )
   nodes = []
   for a, b in zip(first.nodes, last.nodes, strict=True):
