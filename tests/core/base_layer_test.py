@@ -9,54 +9,12 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from tests import naming
+from tests.toys import decoding_layers, layers, nested_layers
 
 WeightInit = weight_params.WeightInit
 
 
-class _Scale(base_layer.BaseLayer):
-  """x * w + steps, with a non-trainable float and a non-trainable integer."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('shape', [3], 'Shape of w.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams(self.params.shape))
-    self.CreateVariable('mean', weight_params.WeightParams([], WeightInit.Constant(0.5)), False)
-    steps = weight_params.WeightParams([], WeightInit.Constant(2), tf.int32)
-    self.CreateVariable('steps', steps, trainable=False)
-
-  def FProp(self, theta, x):
-    return x * theta.w + tf.cast(theta.steps, x.dtype)
-
-
-class _Tree(base_layer.BaseLayer):
-  """A child, a list of children and a dict of children."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('tpl', _Scale.Params(), 'Params of all children.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    tpl = self.params.tpl
-    self.CreateChild('one', tpl)
-    self.CreateChildren('some', [tpl, tpl])
-    self.CreateChildren('named', {'x': tpl, 'y': tpl})
-
-  def FProp(self, theta, x):
-    x = self.one.FProp(theta.one, x)
-    for layer, layer_theta in zip(self.some, theta.some, strict=True):
-      x = layer.FProp(layer_theta, x)
-    return x, self.named.x.FProp(theta.named.x, x), self.named.y.FProp(theta.named.y, x)
-
-
-def _Make(cls=_Tree, variables=True, **values):
+def _Make(cls=nested_layers.Tree, variables=True, **values):
   layer = cls.Params().Set(**{'name': 'top', **values}).Instantiate()
   if variables:
     layer.InstantiateVariables()
@@ -87,25 +45,18 @@ def testPathUsesTheNameInTheParentNotInTheParams():
 
 def testUnknownAttributeNamesTheChildren():
   tree = _Make(variables=False)
-  with pytest.raises(AttributeError, match="_Tree .*no child 'two'.*one, some"):
+  with pytest.raises(AttributeError, match=naming.Naming('Tree', "'two'", 'one', 'some')):
     _ = tree.two
   assert not hasattr(tree, 'two')
 
 
 def _Creating(*calls):
-  class Layer(base_layer.BaseLayer):
-    """Runs the calls in its constructor."""
-
-    def __init__(self, params):
-      super().__init__(params)
-      for call in calls:
-        call(self)
-
-  return lambda: Layer(Layer.Params().Set(name='top'))
+  p = nested_layers.ConstructorLayer.Params().Set(name='top', calls=calls)
+  return p.Instantiate
 
 
 def _Child(name):
-  return lambda layer: layer.CreateChild(name, _Scale.Params())
+  return lambda layer: layer.CreateChild(name, nested_layers.Scale.Params())
 
 
 def _Weight(name):
@@ -113,18 +64,19 @@ def _Weight(name):
 
 
 @pytest.mark.parametrize(
-  'calls',
+  'name_and_calls',
   [
-    (_Child('a'), _Child('a')),
-    (_Child('a'), _Weight('a')),
-    (_Weight('a'), _Weight('a')),
-    (_Weight('a'), lambda layer: layer.CreateChildren('a', [_Scale.Params()])),
-    (_Child('theta'),),
-    (_Weight('path'),),
+    ('a', _Child('a'), _Child('a')),
+    ('a', _Child('a'), _Weight('a')),
+    ('a', _Weight('a'), _Weight('a')),
+    ('a', _Weight('a'), lambda layer: layer.CreateChildren('a', [nested_layers.Scale.Params()])),
+    ('theta', _Child('theta')),
+    ('path', _Weight('path')),
   ],
 )
-def testUsedNamesRaise(calls):
-  with pytest.raises(ValueError, match=r"top: .*'\w+' is already taken"):
+def testUsedNamesRaise(name_and_calls):
+  name, *calls = name_and_calls
+  with pytest.raises(ValueError, match=naming.Naming('top', repr(name), 'taken')):
     _Creating(*calls)()
 
 
@@ -133,30 +85,30 @@ def testInvalidNamesRaise(name):
   with pytest.raises(ValueError):
     _Creating(_Child(name))()
   with pytest.raises(ValueError):
-    _Make(_Scale, name=name)
+    _Make(nested_layers.Scale, name=name)
 
 
 def testCreatingAfterInstantiateVariablesRaises():
   tree = _Make()
   for call in (_Child('late'), _Weight('late')):
-    with pytest.raises(ValueError, match="top: .*'late'.*already exist.*__init__"):
+    with pytest.raises(ValueError, match=naming.Naming('top', "'late'", '__init__')):
       call(tree)
 
 
 def testAChildMustBeParams():
-  with pytest.raises(TypeError, match='top.a: .*Params.*got _Scale'):
-    _Creating(lambda layer: layer.CreateChild('a', _Make(_Scale)))()
+  with pytest.raises(TypeError, match=naming.Naming('top.a', 'Params', 'Scale')):
+    _Creating(lambda layer: layer.CreateChild('a', _Make(nested_layers.Scale)))()
 
 
 def testParamsAreCopiedAndFrozen():
-  p = _Tree.Params().Set(name='top')
+  p = nested_layers.Tree.Params().Set(name='top')
   tree = p.Instantiate()
   p.Set(name='changed', **{'tpl.shape': [7]})
   assert tree.params.name == 'top' and tree.params.tpl.shape == [3]
   for change in ({'name': 'x'}, {'tpl.shape': [4]}):
     with pytest.raises(TypeError):
       tree.params.Set(**change)
-  assert _Scale.Params().name == ''
+  assert nested_layers.Scale.Params().name == ''
 
 
 def testChildrenDoNotChangeTheirTemplate():
@@ -195,7 +147,7 @@ def testAChildKeepsItsOwnValueEvenIfItIsTheDefault():
 
 def testParamsGoThroughText():
   p = _Make(variables=False, dtype=tf.float64, params_init=WeightInit.Gaussian(0.1)).params
-  again = _Tree.Params().Set(dtype=tf.float32, params_init=WeightInit.Xavier())
+  again = nested_layers.Tree.Params().Set(dtype=tf.float32, params_init=WeightInit.Xavier())
   again.Set(fprop_dtype=tf.float32, random_seed=1).FromText(p.ToText())
   assert again == p
 
@@ -276,7 +228,7 @@ def testALayerDoesNotListItsParentsVariables():
 def testMissingVariablesRaiseWithAdvice():
   tree = _Make(variables=False)
   for ask in (lambda: tree.vars, lambda: tree.theta, tree.VariablesByPath, lambda: tree.one(1)):
-    with pytest.raises(ValueError, match=r'top.* no variables.*InstantiateVar'):
+    with pytest.raises(ValueError, match=naming.Naming('top', 'InstantiateVariables')):
       ask()
 
 
@@ -317,22 +269,16 @@ def testFPropTakesWeightsFromTheta():
 # ---- costs
 
 
-class _Costly(base_layer.BaseLayer):
-  """Takes and returns nests with None in them; computes two products."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([4, 5]))
-
-  def FProp(self, theta, nest, unused, x):
-    y = tf.matmul(nest.a, theta.w)
-    return nested_map.NestedMap(y=y, none=None, ids=nest.ids), tf.matmul(x, theta.w)
-
-
 def testMetaIsTracedWithoutVariables():
   spec = tf.TensorSpec([3, 4], tf.float32)
   nest = nested_map.NestedMap(a=spec, b=None, ids=tf.TensorSpec([2], tf.int32))
-  meta = _Costly.FPropMeta(_Costly.Params(), nest, None, spec)
+
+  def TwoProducts(w, nest, unused, x):
+    y = tf.matmul(nest.a, w)
+    return nested_map.NestedMap(y=y, none=None, ids=nest.ids), tf.matmul(x, w)
+
+  p = layers.MatrixLayer.Params().Set(fn=TwoProducts, dims=[4, 5])
+  meta = p.cls.FPropMeta(p, nest, None, spec)
   assert meta.flops == 2 * (2 * 3 * 4 * 5)
   out = tf.TensorSpec([3, 5], tf.float32)
   assert meta.out_specs[0] == {'y': out, 'none': None, 'ids': tf.TensorSpec([2], tf.int32)}
@@ -341,28 +287,14 @@ def testMetaIsTracedWithoutVariables():
 
 
 def testMetaOfALayerLargerThanMemory():
-  class Huge(base_layer.BaseLayer):
-    """Ten terabytes of weights."""
-
-    def __init__(self, params):
-      super().__init__(params)
-      self.CreateVariable('w', weight_params.WeightParams([10**6, 10**6]))
-
-    def FProp(self, theta, x):
-      return tf.matmul(x, theta.w)
-
-  meta = Huge.FPropMeta(Huge.Params(), tf.TensorSpec([2, 10**6], tf.float32))
+  p = layers.MatrixLayer.Params().Set(fn=lambda w, x: tf.matmul(x, w), dims=[10**6, 10**6])
+  meta = p.cls.FPropMeta(p, tf.TensorSpec([2, 10**6], tf.float32))
   assert meta.flops == 4 * 10**12
 
 
 def testPositionWiseLayersDecodeByFProp():
-  class Wise(_Scale):
-    is_position_wise = True
-
-  class Tree(_Tree):
-    is_position_wise = True
-
-  layer, x = _Make(Tree, tpl=Wise.Params()), tf.ones([2, 4, 3])
+  wise = nested_layers.PositionWiseScale.Params()
+  layer, x = _Make(nested_layers.PositionWiseTree, tpl=wise), tf.ones([2, 4, 3])
   for outputs, states in (
     layer.Prefill(layer.theta, x, max_length=9),
     layer.ExtendStep(layer.theta, nested_map.NestedMap(), x, time_step=8),
@@ -371,22 +303,14 @@ def testPositionWiseLayersDecodeByFProp():
     for a, b in zip(outputs, layer(x), strict=True):
       np.testing.assert_array_equal(a, b)
   # A parent is position-wise only if its children are.
-  layer = _Make(Tree)
-  with pytest.raises(NotImplementedError, match='^top.one: a _Scale cannot decode'):
+  layer = _Make(nested_layers.PositionWiseTree)
+  with pytest.raises(NotImplementedError, match=naming.Naming('top.one', 'Scale', 'decode')):
     layer.Prefill(layer.theta, x, max_length=9)
 
 
 def testALayerThatOnlyExtendsPrefillsByFProp():
   """For example a layer that adds positions: it has no states, but its positions differ."""
-
-  class Counts(base_layer.BaseLayer):
-    def FProp(self, theta, x):
-      return x + tf.range(x.shape[1], dtype=x.dtype)
-
-    def ExtendStep(self, theta, states, x, *, time_step):
-      return x + tf.cast(time_step, x.dtype), states
-
-  layer = Counts.Params().Set(name='counts').Instantiate()
+  layer = decoding_layers.PositionsLayer.Params().Set(name='positions').Instantiate()
   x, none = tf.zeros([1, 3]), nested_map.NestedMap()
   y, states = layer.Prefill(none, x, max_length=4)
   assert y.numpy().tolist() == [[0, 1, 2]] and not states
@@ -395,14 +319,11 @@ def testALayerThatOnlyExtendsPrefillsByFProp():
 
 
 def testAClassThatOverridesFPropDoesNotInheritPositionWise():
-  class Wise(_Scale):
-    is_position_wise = True
-
-  class Reversed(Wise):
+  class Reversed(nested_layers.PositionWiseScale):
     def FProp(self, theta, x):
       return super().FProp(theta, x[:, ::-1])
 
-  class Doubled(Wise):
+  class Doubled(nested_layers.PositionWiseScale):
     is_position_wise = True
 
     def FProp(self, theta, x):
@@ -411,12 +332,12 @@ def testAClassThatOverridesFPropDoesNotInheritPositionWise():
   class Renamed(Doubled):
     """Inherits everything."""
 
-  classes = (Wise, Reversed, Doubled, Renamed)
+  classes = (nested_layers.PositionWiseScale, Reversed, Doubled, Renamed)
   assert [cls.is_position_wise for cls in classes] == [True, False, True, True]
 
 
 def testALayerWithoutFPropRaises():
-  with pytest.raises(NotImplementedError, match='Bare has no FProp'):
+  with pytest.raises(NotImplementedError, match=naming.Naming('Bare', 'FProp')):
 
     class Bare(base_layer.BaseLayer):
       """Has no FProp."""
@@ -425,8 +346,8 @@ def testALayerWithoutFPropRaises():
 
 
 def testALayerNeedsAName():
-  with pytest.raises(ValueError, match='need a name'):
-    _Scale(_Scale.Params())
+  with pytest.raises(ValueError, match=naming.Naming('Scale', 'p.name')):
+    nested_layers.Scale(nested_layers.Scale.Params())
 
 
 def testAChildDoesNotReachItsParentsVariables():
@@ -440,8 +361,8 @@ def testAChildDoesNotReachItsParentsVariables():
 
 
 def testParamsOfAnotherClassRaise():
-  with pytest.raises(ValueError, match='_Tree .*Params of _Scale'):
-    _Tree(_Scale.Params().Set(name='x'))
+  with pytest.raises(ValueError, match=naming.Naming('Tree', 'Params', 'Scale')):
+    nested_layers.Tree(nested_layers.Scale.Params().Set(name='x'))
 
 
 @pytest.mark.parametrize('name', ['FProp', 'FPropSkips'])

@@ -9,32 +9,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, weight_params
+from lingvo_gpipe.core import fprop_context, weight_params
+from tests import naming
+from tests.toys import nested_layers
 
 
-class _Leaf(base_layer.BaseLayer):
-  """A layer without weights."""
-
-
-class _Block(base_layer.BaseLayer):
-  """Two leaves."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateChild('a', _Leaf.Params())
-    self.CreateChild('b', _Leaf.Params())
-
-
-class _Stack(base_layer.BaseLayer):
-  """A sequence of blocks."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateChildren('layers', [_Block.Params()] * 3, seed_roots=True)
+def _Sequence(sub, name, random_seed=0):
+  p = nested_layers.SeedRoots.Params().Set(sub=sub, name=name, random_seed=random_seed)
+  return p.Instantiate()
 
 
 def _MakeStack(name='stack', random_seed=0):
-  return _Stack.Params().Set(name=name, random_seed=random_seed).Instantiate()
+  return _Sequence([nested_layers.Pair.Params()] * 3, name, random_seed)
 
 
 def _Seed(layer, name='', **where):
@@ -45,7 +31,7 @@ def _Seed(layer, name='', **where):
 def testTheDefaultContextIsEvaluationWithoutAStep():
   context = fprop_context.Current()
   assert context.do_eval
-  with pytest.raises(ValueError, match=r'stack\.layers\[0\] .*random.* no step'):
+  with pytest.raises(ValueError, match=naming.Naming('stack.layers[0]', 'step')):
     context.OpSeed(_MakeStack().layers[0].a)
 
 
@@ -149,17 +135,10 @@ def testSeedsWrapAroundAsIntegersDo():
   np.testing.assert_array_equal(plain, xla)
 
 
-class _Outer(base_layer.BaseLayer):
-  """A sequence whose elements are sequences."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateChildren('layers', [_Stack.Params()] * 2, seed_roots=True)
-
-
 def testTheOutermostSequenceDeterminesTheRow():
   """A stage has rows only for its own layers, which may be sequences themselves."""
-  outer = _Outer.Params().Set(name='outer').Instantiate()
+  inner = nested_layers.SeedRoots.Params().Set(sub=[nested_layers.Pair.Params()] * 3)
+  outer = _Sequence([inner] * 2, 'outer')
   leaf = outer.layers[1].layers[2].a
   assert leaf.seed_root is outer.layers[1]
   row = fprop_context.SeedPair(0, outer.layers[1].path, fprop_context.StepCounter(7, 3))

@@ -6,45 +6,39 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_trace, nested_map, weight_params
+from lingvo_gpipe.core import fprop_trace, nested_map
 from lingvo_gpipe.layers import linear, skip
+from tests.toys import layers
 
 _N = 32 * 8 * 4  # Bytes of a tensor [32, 8].
 
 
-class _Mlp(base_layer.BaseLayer):
-  """tanh(x w), reshaped, times w; the second product is the output."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([8, 8]))
-
-  def FProp(self, theta, x):
-    hidden = tf.reshape(tf.tanh(tf.matmul(x, theta.w)), [32, 8])
-    return tf.matmul(hidden, theta.w)
+def _TwoProducts(w, x):
+  """Returns tanh(x w), reshaped, times w."""
+  return tf.matmul(tf.reshape(tf.tanh(tf.matmul(x, w)), [32, 8]), w)
 
 
-class _Masked(base_layer.BaseLayer):
-  """Positive elements of x; the mask comes from a nested function."""
-
-  def FProp(self, theta, x):
-    mask = tf.function(lambda x: x + 1.0 > 0.0, autograph=False)
-    return tf.where(mask(x), x, tf.zeros_like(x))
+def _Masked(x):
+  """Returns positive elements of x; the mask comes from a nested function."""
+  mask = tf.function(lambda x: x + 1.0 > 0.0, autograph=False)
+  return tf.where(mask(x), x, tf.zeros_like(x))
 
 
-def _Cost(cls, *specs):
-  layer = cls.Params().Set(name='l').Instantiate()
+def _Cost(params, *specs):
+  layer = params.Set(name='l').Instantiate()
   return fprop_trace.TraceLayer(layer, nested_map.NestedMap(), *specs).cost
 
 
 def testProductsAndTheirOperandsCountButOutputsDoNot():
-  cost = _Cost(_Mlp, tf.TensorSpec([32, 8]))
+  cost = _Cost(
+    layers.MatrixLayer.Params().Set(fn=_TwoProducts, dims=[8, 8]), tf.TensorSpec([32, 8])
+  )
   assert cost.result_bytes == 2 * _N  # The first product and its tanh.
   assert cost.fused_bytes == 2 * _N  # The tanh is an operand.
 
 
 def testMasksCountUnderXlaButElementwiseResultsDoNot():
-  cost = _Cost(_Masked, tf.TensorSpec([32, 8]))
+  cost = _Cost(layers.Without(_Masked), tf.TensorSpec([32, 8]))
   assert cost.fused_bytes == _N // 4
   assert cost.result_bytes >= _N + _N // 4
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, layer_state, nested_map, weight_params
+from lingvo_gpipe.core import base_layer, fprop_context, layer_state, nested_map
 from lingvo_gpipe.layers import batch_norm
 from lingvo_gpipe.pipeline.stages import micro_batch
+from tests.toys import statistics_layers
 
 _DIM = 3
 
@@ -205,33 +206,8 @@ def testPaddingsOfAnotherShapeRaise():
 # ---- sums over a mini-batch -----------------------------------------------------------------
 
 
-class _Counts(base_layer.BaseLayer):
-  """Counts training examples, and reports the sums in `sums`."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('sums', {}, 'Further sums to report.')
-    p.Define('wrong', '', 'Name of an unknown weight to assign.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    zero = weight_params.WeightInit.Constant(0.0)
-    self.CreateVariable('total', weight_params.WeightParams([], zero), trainable=False)
-    self.CreateVariable('untouched', weight_params.WeightParams([], zero), trainable=False)
-
-  def FProp(self, theta, x):
-    count = tf.cast(tf.shape(x)[0], tf.float32)
-    fprop_context.Current().AddSums(self, {'count': count, **self.params.sums})
-    return x
-
-  def StateFromSums(self, state, sums):
-    return {self.params.wrong or 'total': state.total + sums.count}
-
-
 def _Counter(**params):
-  layer = _Counts.Params().Set(name='counts', **params).Instantiate()
+  layer = statistics_layers.Counter.Params().Set(name='counts', **params).Instantiate()
   layer.InstantiateVariables()
   return layer
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context
+from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import dropout, linear, sequential
+from tests.toys import nested_layers
 
 
 def _Make(**values):
@@ -123,21 +124,9 @@ def testWrongBroadcastDimRaises():
     _Drop(layer, tf.ones([2, 2]))
 
 
-class _TwoDrops(base_layer.BaseLayer):
-  """Two dropout layers with different names over the same input."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    half = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
-    self.CreateChild('first', half)
-    self.CreateChild('second', half)
-
-  def FProp(self, theta, x):
-    return self.first.FProp(theta.first, x), self.second.FProp(theta.second, x)
-
-
 def testSiblingsDrawDifferentMasks():
-  layer = _TwoDrops(_TwoDrops.Params().Set(name='two'))
+  half = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
+  layer = nested_layers.Pair.Params().Set(name='two', tpl=half).Instantiate()
   layer.InstantiateVariables()
   with fprop_context.Scope(step=1):
     a, b = layer(tf.ones([50, 50]))

@@ -10,7 +10,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import nested_map, weight_params
 from lingvo_gpipe.layers import embedding, linear
 from tests import naming
-from tests.toys import stacks
+from tests.toys import stacks, vocabulary_layers
 
 
 def _Make(cls, **values):
@@ -232,56 +232,21 @@ def testWrongLabelSmoothingRaises():
     embedding.XentLossFromLogits(tf.zeros([2, 3]), tf.constant([1, 2]), 1.0)
 
 
-class _Normalised(embedding.SimpleFullSoftmax):
-  """Each logit depends on all classes."""
-
-  def FProp(self, theta, inputs, *extras):
-    logits = super().FProp(theta, inputs, *extras)
-    return logits / tf.norm(logits, axis=-1, keepdims=True)
-
-
-class _Doubled(embedding.SimpleFullSoftmax):
-  """Declares that it does not."""
-
-  class_axes = embedding.SimpleFullSoftmax.class_axes
-
-  def FProp(self, theta, inputs, *extras):
-    return 2 * super().FProp(theta, inputs, *extras)
-
-
-class _Tempered(_Doubled):
-  """Has a weight without an axis of classes."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('temperature', weight_params.WeightParams([]))
-
-
-class _NormalisedLogits:
-  """A mixin."""
-
-  def _Logits(self, theta, inputs):
-    return tf.nn.softmax(super()._Logits(theta, inputs))
-
-
-class _Mixed(_NormalisedLogits, embedding.SimpleFullSoftmax):
-  pass
-
-
-class _NormalisedWeights(embedding.SharedSoftmaxLayer):
-  def ThetaFrom(self, variables):
-    theta = super().ThetaFrom(variables)
-    return nested_map.NestedMap(theta, emb=theta.emb / tf.norm(theta.emb))
-
-
-@pytest.mark.parametrize('cls', [_Normalised, _Mixed, _NormalisedWeights])
+@pytest.mark.parametrize(
+  'cls',
+  [
+    vocabulary_layers.NormalisedHead,
+    vocabulary_layers.MixedHead,
+    vocabulary_layers.NormalisedWeightsHead,
+  ],
+)
 @pytest.mark.parametrize('values', [{'chunk_size': 2}, {'num_shards': 2}])
 def testAHeadOfOnesOwnIsNotComputedInParts(values, cls):
   """The loss had the logits of the base class."""
   values = {'name': 'head', 'input_dim': 3, 'num_classes': 8, **values}
   with pytest.raises(ValueError, match=naming.Naming(cls.__name__, 'head', 'class_axes')):
     cls.Params().Set(**values).Instantiate()
-  _Doubled.Params().Set(**values).Instantiate()
+  vocabulary_layers.DoubledHead.Params().Set(**values).Instantiate()
 
 
 def testTheVocabularyOfAHeadOfOnesOwnIsNotSharedOut():
@@ -292,11 +257,11 @@ def testTheVocabularyOfAHeadOfOnesOwnIsNotSharedOut():
     sub = [project, project, cls.Params().Set(input_dim=3, num_classes=8)]
     return stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, vocabulary='shared')
 
-  assert Make(_Doubled).MakeCut(spec).vocabulary
-  with pytest.raises(ValueError, match=naming.Naming('_Normalised', 'vocabulary')):
-    Make(_Normalised).MakeCut(spec)
-  with pytest.raises(ValueError, match=naming.Naming('temperature', 'class_axes', '_Tempered')):
-    Make(_Tempered).Place(stacks.Devices(), spec, loss_fn=stacks.SquareLoss)
+  assert Make(vocabulary_layers.DoubledHead).MakeCut(spec).vocabulary
+  with pytest.raises(ValueError, match=naming.Naming('NormalisedHead', 'vocabulary')):
+    Make(vocabulary_layers.NormalisedHead).MakeCut(spec)
+  with pytest.raises(ValueError, match=naming.Naming('temperature', 'class_axes', 'TemperedHead')):
+    Make(vocabulary_layers.TemperedHead).Place(stacks.Devices(), spec, loss_fn=stacks.SquareLoss)
 
 
 if __name__ == '__main__':

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map
+from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import dropout, linear, sequential
+from tests.toys import layers, nested_layers
 
 Sequential = sequential.SequentialLayer.Params
 DIM = 4
@@ -30,34 +31,19 @@ def _Make(params):
   return layer
 
 
-class _SumAndDifference(base_layer.BaseLayer):
-  """Maps (a, b) to (a + b, a - b)."""
-
-  def FProp(self, theta, a, b):
-    return a + b, a - b
-
-
-class _Pack(base_layer.BaseLayer):
-  """Packs two tensors into a nest, a single argument of the next layer."""
-
-  def FProp(self, theta, a, b):
+def testOutputsAreTheNextArguments():
+  def Pack(a, b):
     return nested_map.NestedMap(a=a, rest=[b, None])
 
-
-class _Unpack(base_layer.BaseLayer):
-  """Returns the first tensor of a nest."""
-
-  def FProp(self, theta, nest):
+  def Unpack(nest):
     assert nest.rest[1] is None
     return nest.a * nest.rest[0]
 
-
-def testOutputsAreTheNextArguments():
-  both = _SumAndDifference.Params()
+  both, pack, unpack = (layers.Without(fn) for fn in (lambda a, b: (a + b, a - b), Pack, Unpack))
   layer = _Make(Sequential().Set(sub=[both, both]))
   a, b = tf.constant(3.0), tf.constant(5.0)
   assert [x.numpy() for x in layer(a, b)] == [6.0, 10.0]
-  layer = _Make(Sequential().Set(sub=[both, _Pack.Params(), _Unpack.Params()]))
+  layer = _Make(Sequential().Set(sub=[both, pack, unpack]))
   assert layer(a, b).numpy() == 8 * -2
   spec = tf.TensorSpec([], tf.float32)
   assert layer.FPropMeta(layer.params, spec, spec).out_specs == (spec,)
@@ -86,11 +72,8 @@ def testFlattenInheritsParamsOfTheSequence():
 
 
 def testFlattenDoesNotExpandSubclasses():
-  class Closed(sequential.SequentialLayer):
-    """Something else."""
-
-  params = Closed.Params().Set(sub=[_Drop()])
-  assert sequential.FlattenSequential(Sequential().Set(sub=[params]))[0].cls is Closed
+  params = nested_layers.OpaqueSequence.Params().Set(sub=[_Drop()])
+  assert sequential.FlattenSequential(Sequential().Set(sub=[params]))[0].cls is params.cls
 
 
 def testNestingChangesNeitherWeightsNorMasks():

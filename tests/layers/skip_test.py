@@ -7,35 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map
+from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import linear, sequential, skip
+from tests.toys import layers
 
 _DIM = 4
-
-
-def _Stash(key):
-  return skip.StashLayer.Params().Set(key=key)
-
-
-def _Pop(key, combine='add'):
-  return skip.PopLayer.Params().Set(key=key, combine=combine)
-
-
-class _Fn(base_layer.BaseLayer):
-  """fn(*args)."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('fn', None, 'Maps arguments to outputs.')
-    return p
-
-  def FProp(self, theta, *args):
-    return self.params.fn(*args)
-
-
-def _With(fn):
-  return _Fn.Params().Set(fn=fn)
 
 
 def _Run(sub, *args):
@@ -49,19 +25,19 @@ def _X():
 
 
 def testAdd():
-  sub = [_Stash('a'), _With(lambda x: 3.0 * x), _Pop('a')]
+  sub = [layers.Stash('a'), layers.Without(lambda x: 3.0 * x), layers.Pop('a')]
   np.testing.assert_array_equal(_Run(sub, _X()), 4.0 * _X())
 
 
 def testConcat():
-  sub = [_Stash('a'), _With(lambda x: x[:, :1] - 1.0), _Pop('a', 'concat')]
+  sub = [layers.Stash('a'), layers.Without(lambda x: x[:, :1] - 1.0), layers.Pop('a', 'concat')]
   y = _Run(sub, _X())
   np.testing.assert_array_equal(y, np.concatenate([_X()[:, :1] - 1.0, _X()], axis=1))
 
 
 def testAppendTakesAnyNest():
   nest = nested_map.NestedMap(ids=tf.constant([1, 2]), none=None, more=[tf.constant([True, False])])
-  sub = [_Stash('a'), _With(lambda nest: tf.ones([2])), _Pop('a', 'append')]
+  sub = [layers.Stash('a'), layers.Without(lambda nest: tf.ones([2])), layers.Pop('a', 'append')]
   first, appended = _Run(sub, nest)
   np.testing.assert_array_equal(first, [1.0, 1.0])
   tf.nest.assert_same_structure(appended, nest)
@@ -74,11 +50,11 @@ def testAppendTakesAnyNest():
 def testOtherArgumentsPassThrough():
   paddings = tf.zeros([2])
   sub = [
-    _Stash('a'),
-    _With(lambda x, paddings: (2.0 * x, paddings)),
-    _Pop('a'),
-    _Pop('a', 'concat'),
-    _Pop('a', 'append'),
+    layers.Stash('a'),
+    layers.Without(lambda x, paddings: (2.0 * x, paddings)),
+    layers.Pop('a'),
+    layers.Pop('a', 'concat'),
+    layers.Pop('a', 'append'),
   ]
   x, passed, appended = _Run(sub, _X(), paddings)
   assert passed is paddings
@@ -87,16 +63,23 @@ def testOtherArgumentsPassThrough():
 
 
 def testSeveralPopsAndNestedSequences():
-  double = _With(lambda x: 2.0 * x)
-  inner = sequential.SequentialLayer.Params().Set(sub=[double, _Pop('a'), _Stash('b')])
-  sub = [_Stash('a'), inner, double, _Pop('a'), _Pop('b')]
+  double = layers.Without(lambda x: 2.0 * x)
+  inner = sequential.SequentialLayer.Params().Set(sub=[double, layers.Pop('a'), layers.Stash('b')])
+  sub = [layers.Stash('a'), inner, double, layers.Pop('a'), layers.Pop('b')]
   # 2 x + x = 3 x; 6 x + x + 3 x.
   np.testing.assert_array_equal(_Run(sub, _X()), 10.0 * _X())
 
 
 def testGradientsOfAllPopsAddUp():
   square = linear.LinearLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
-  sub = [square, _Stash('a'), _With(tf.sin), _Pop('a'), _With(tf.cos), _Pop('a')]
+  sub = [
+    square,
+    layers.Stash('a'),
+    layers.Without(tf.sin),
+    layers.Pop('a'),
+    layers.Without(tf.cos),
+    layers.Pop('a'),
+  ]
   layer = sequential.SequentialLayer.Params().Set(name='seq', sub=sub).Instantiate()
   layer.InstantiateVariables()
   w = layer.layers[0].vars.w
@@ -114,7 +97,7 @@ def _Layer(params):
 
 
 def testDecodingWithSkipsRaises():
-  p = sequential.SequentialLayer.Params().Set(name='seq', sub=[_Stash('a'), _Pop('a')])
+  p = sequential.SequentialLayer.Params().Set(name='seq', sub=[layers.Stash('a'), layers.Pop('a')])
   layer = p.Instantiate()
   layer.InstantiateVariables()
   with pytest.raises(NotImplementedError, match=r"^seq.layers\[0\] \(StashLayer\) .* skip 'a'"):
@@ -122,32 +105,32 @@ def testDecodingWithSkipsRaises():
 
 
 def testSkipLayersHaveNoWeights():
-  for p in (_Stash('a'), _Pop('a')):
+  for p in (layers.Stash('a'), layers.Pop('a')):
     assert _Layer(p).VariablesByPath() == {}
 
 
 def testSkipsInAndOutAreTheKey():
-  stash, pop = _Layer(_Stash('a')), _Layer(_Pop('a'))
+  stash, pop = _Layer(layers.Stash('a')), _Layer(layers.Pop('a'))
   assert (stash.skips_in, stash.skips_out) == ((), ('a',))
   assert (pop.skips_in, pop.skips_out) == (('a',), ())
 
 
 def testAStashAloneIsTheIdentity():
-  layer = _Layer(_Stash('a'))
+  layer = _Layer(layers.Stash('a'))
   assert layer(1) == 1
   assert layer(1, None) == (1, None)
 
 
 def testFPropMetaOfSkips():
   x, ids = tf.TensorSpec([2, 5, _DIM]), tf.TensorSpec([2, 5], tf.int32)
-  meta, stashed = skip.StashLayer.FPropMetaSkips(_Stash('a'), nested_map.NestedMap(), x, ids)
+  meta, stashed = skip.StashLayer.FPropMetaSkips(layers.Stash('a'), nested_map.NestedMap(), x, ids)
   assert (meta.flops, meta.out_specs, dict(stashed)) == (0, (x, ids), {'a': x})
   for combine, flops, specs in (
     ('add', 2 * 5 * _DIM, (x, ids)),
     ('concat', 0, (tf.TensorSpec([2, 5, 2 * _DIM]), ids)),
     ('append', 0, (x, ids, x)),
   ):
-    meta, remaining = skip.PopLayer.FPropMetaSkips(_Pop('a', combine), stashed, x, ids)
+    meta, remaining = skip.PopLayer.FPropMetaSkips(layers.Pop('a', combine), stashed, x, ids)
     assert (meta.flops, meta.out_specs, remaining) == (flops, specs, {})
 
 
@@ -156,24 +139,24 @@ def testFPropMetaOfSkips():
 
 def testAddOfAnotherShapeRaises():
   with pytest.raises(ValueError, match=r'skip of shape \(2, 4\) to \(2, 1\)'):
-    _Run([_Stash('a'), _With(lambda x: x[:, :1]), _Pop('a')], _X())
+    _Run([layers.Stash('a'), layers.Without(lambda x: x[:, :1]), layers.Pop('a')], _X())
 
 
 def testUnknownCombinationRaises():
   with pytest.raises(ValueError, match="'append', got 'mul'"):
-    _Layer(_Pop('a', 'mul'))
+    _Layer(layers.Pop('a', 'mul'))
 
 
 @pytest.mark.parametrize('key', ['', 'a b', '1a'])
 def testKeyThatIsNotANameRaises(key):
-  for p in (_Stash(key), _Pop(key)):
+  for p in (layers.Stash(key), layers.Pop(key)):
     with pytest.raises((KeyError, ValueError, TypeError), match=key or 'key'):
       _Layer(p)
 
 
 def testKeyWithoutStashRaises():
   with pytest.raises((KeyError, ValueError), match='wrong'):
-    _Run([_Stash('a'), _Pop('wrong')], _X())
+    _Run([layers.Stash('a'), layers.Pop('wrong')], _X())
 
 
 if __name__ == '__main__':

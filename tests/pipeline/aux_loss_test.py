@@ -10,58 +10,24 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, weight_params
+from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import dropout
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from tests import naming
-from tests.toys import stacks
+from tests.toys import aux_loss_layers, layers, stacks
 
-_BATCH, _DIM = 6, 3
-
-
-class _Adds(base_layer.BaseLayer):
-  """tanh(x w), which adds auxiliary losses, {name: coefficient}."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('losses', {}, 'Coefficient of each auxiliary loss.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
-
-  def FProp(self, theta, x):
-    y = tf.tanh(tf.matmul(x, theta.w))
-    for i, (name, coefficient) in enumerate(self.params.losses.items()):
-      value = tf.reduce_mean((y - 0.2 * i) ** 2) + tf.reduce_mean(theta.w**2)
-      fprop_context.Current().AddAuxLoss(self, value, coefficient, name)
-    return y
-
-
-class _Holds(base_layer.BaseLayer):
-  """Two layers that add losses of one name, and one that adds a loss of its input alone."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateChild('a', _Add(z=0.3))
-    self.CreateChild('b', _Add(z=3.0))
-
-  def FProp(self, theta, x):
-    fprop_context.Current().AddAuxLoss(self, tf.reduce_mean(x**3), 0.5)
-    return x + self.b.FProp(theta.b, self.a.FProp(theta.a, x))
+_BATCH, _DIM = 6, layers.DIM
 
 
 def _Add(**losses):
-  return _Adds.Params().Set(losses=losses)
+  return aux_loss_layers.ProductWithLosses.Params().Set(losses=losses)
 
 
 def _Sub():
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.8)
   return [
     *(_Add(first=2.0), drop),
-    *(_Holds.Params(), _Add()),
+    *(aux_loss_layers.ChildrenWithLosses.Params(), _Add()),
     *(drop, _Add(one=0.1, other=0.7)),
   ]
 
@@ -96,11 +62,7 @@ def _Check(sub, *, num_micro_batches=3, dtype=tf.float64, **options):
 def testALossThatOnlyAnAuxiliaryOneReaches(schedule, policy):
   """The last stage's loss sees no weight of the first; its own auxiliary loss does."""
 
-  class Cut(base_layer.BaseLayer):
-    def FProp(self, theta, x):
-      return tf.stop_gradient(x)
-
-  sub = [_Add(only=0.4), Cut.Params(), _Add()]
+  sub = [_Add(only=0.4), layers.Without(tf.stop_gradient), _Add()]
   _, grads = _Check(sub, num_stages=3, splits=[1, 2, 3], schedule=schedule, remat_policy=policy)
   assert np.any(grads['stack.layers[0].w'])
 
@@ -158,18 +120,12 @@ def testAMetricMayHaveAColonInItsName():
 # ---- errors ------------------------------------------------------------------------------
 
 
-class _AddsTwice(base_layer.BaseLayer):
-  def FProp(self, theta, x):
-    for _ in range(2):
-      fprop_context.Current().AddAuxLoss(self, tf.reduce_mean(x), name='same')
-    return x
-
-
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 def testTwoOfOneName(policy):
   names = naming.Naming('stack.layers[1]', 'two auxiliary losses', "'same'")
+  twice = aux_loss_layers.AuxLossLayer.Params().Set(losses=[['same', 1.0, tf.reduce_mean]] * 2)
   with pytest.raises(ValueError, match=names):
-    _Check([_Add(), _AddsTwice.Params()], num_stages=2, splits=[1, 2], remat_policy=policy)
+    _Check([_Add(), twice], num_stages=2, splits=[1, 2], remat_policy=policy)
 
 
 def testAUsersTapeCannotSeeThem():

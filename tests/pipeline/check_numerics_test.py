@@ -11,17 +11,15 @@ import tensorflow as tf
 from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import dropout, skip
 from lingvo_gpipe.pipeline import check_numerics
-from tests.toys import layers, stacks
+from tests.toys import aux_loss_layers, layers, stacks
 
 _DIM, _BATCH, _M = layers.DIM, 6, 3
 
 
-class _Aux(layers.FnLayer):
-  """Adds the logarithm of the first entry as an auxiliary loss."""
-
-  def FProp(self, theta, x):
-    fprop_context.Current().AddAuxLoss(self, tf.math.log(x[0, 0]), 0.5, 'log')
-    return x * theta.w
+def _AddsLogarithm():
+  """Returns Params of a layer that adds the logarithm of the first entry as an auxiliary loss."""
+  losses = [['log', 0.5, lambda x: tf.math.log(x[0, 0])]]
+  return aux_loss_layers.AuxLossLayer.Params().Set(losses=losses)
 
 
 def _Layer(fn=None):
@@ -155,8 +153,9 @@ def testAGradientOfALoss():
 def testAnAuxiliaryLoss():
   x = tf.tensor_scatter_nd_update(tf.ones([_BATCH, _DIM]), [[2, 0]], [0.0])
   _Check(
-    _Explain([_Layer(), _Layer(), _Aux.Params(), _Layer()], x),
-    "auxiliary loss 'log' of layer stack.layers[2] (_Aux) in stage 1, micro-batch 1: 0 NaN and 1 ",
+    _Explain([_Layer(), _Layer(), _AddsLogarithm(), _Layer()], x),
+    "auxiliary loss 'log' of layer stack.layers[2] (AuxLossLayer) in stage 1, micro-batch 1: "
+    '0 NaN and 1 ',
   )
 
 
@@ -171,7 +170,7 @@ def testGradientsOfSkipsAndAuxiliaryLossesComeDown():
     _Layer(),
     skip.StashLayer.Params().Set(key='a'),
     _Layer(lambda w, x: tf.stop_gradient(x) * w),
-    _Aux.Params(),
+    _AddsLogarithm(),
     skip.PopLayer.Params().Set(key='a'),
     _Layer(),
   ]

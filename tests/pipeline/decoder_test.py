@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map
 from lingvo_gpipe.graph import graph_cost
 from lingvo_gpipe.layers import embedding, linear, norm, skip, transformer
 from lingvo_gpipe.pipeline.stages import micro_batch
 from tests import naming
-from tests.toys import stacks
+from tests.toys import decoding_layers, stacks
 
 _VOCAB, _DIM, _BATCH, _PROMPT, _TIME, _MAX = 11, 8, 7, 3, 6, 9
 
@@ -197,29 +196,12 @@ def testXla():
   assert {x.dtype for x in tf.nest.flatten(states.stages)} == {tf.float32}
 
 
-class _CountsPositions(base_layer.BaseLayer):
-  """Not attention: adds the running sum of its inputs; passes a nest of all dtypes on."""
-
-  def FProp(self, theta, x, nest):
-    return x + tf.cumsum(x, axis=1), nest
-
-  def Prefill(self, theta, x, nest, *, max_length):
-    states = nested_map.NestedMap(
-      total=tf.reduce_sum(x, axis=1, keepdims=True), flag=nest['flag'][:, -1:]
-    )
-    return self.FProp(theta, x, nest), states
-
-  def ExtendStep(self, theta, states, x, nest, *, time_step):
-    states = nested_map.NestedMap(total=states.total + x, flag=nest['flag'])
-    return (x + states.total, nest), states
-
-
 def testAnyLayerAndAnyNest():
   """A layer with states of its own; None, integers and bools between stages and in states."""
   rng = np.random.default_rng(3)
   x = tf.constant(rng.normal(size=[5, _TIME, _DIM]))
   nest = {'ids': _Ids(5), 'flag': _Ids(5) > 4, 'none': None}
-  sub = [_CountsPositions.Params() for _ in range(3)]
+  sub = [decoding_layers.RunningSumLayer.Params() for _ in range(3)]
   stack = stacks.MakeStack(sub, num_stages=3, num_micro_batches=2)
   stack.Place(stacks.Devices(), *stacks.Specs((x, nest)))
   expected, _ = stack.Predict(x, nest)
@@ -239,18 +221,10 @@ def testAnyLayerAndAnyNest():
   assert flags.dtype == tf.bool
 
 
-class _Tuple(base_layer.BaseLayer):
-  """x -> (x,)."""
-
-  is_position_wise = True
-
-  def FProp(self, theta, x):
-    return (x,)
-
-
 def testAOneElementTupleStaysATuple():
   x = tf.ones([2, _TIME, _DIM], tf.float64)
-  stack = _Stack(2, 1, [_Tuple.Params()] * 2, tf.TensorSpec(x.shape, x.dtype))
+  single = decoding_layers.PositionWiseLayer.Params().Set(fn=lambda x: (x,))
+  stack = _Stack(2, 1, [single] * 2, tf.TensorSpec(x.shape, x.dtype))
   (prompt,), states = stack.Prefill(x[:, 1:], max_length=_TIME)
   (last,), _ = stack.ExtendStep(states, x[:, :1], time_step=_TIME - 1)
   assert (prompt.shape, last.shape) == ((2, _TIME - 1, _DIM), (2, 1, _DIM))
@@ -261,41 +235,27 @@ def testArgumentsThatDoNotFitAreNamed():
   _, states = stack.Prefill(ids[:, :_PROMPT], max_length=4)
   step_ids = ids[:, :1]
   for t in (4, 5, -1):
-    with pytest.raises(ValueError, match=rf'^stack: time_step {t} .*4 positions'):
+    with pytest.raises(ValueError, match=naming.Naming('stack', f'time_step {t}', '4 positions')):
       stack.ExtendStep(states, step_ids, time_step=tf.constant(t))
   with pytest.raises(ValueError, match=naming.Naming('stack', 'step of 2', 7)):
     stack.ExtendStep(states, step_ids[:2], time_step=3)
-  with pytest.raises(ValueError, match='6 positions .*max_length 4') as e:
+  with pytest.raises(ValueError, match=naming.Naming('6 positions', 'max_length 4')) as e:
     stack.Prefill(ids, max_length=4)
   assert any('in stage 0 ' in note and '0F0' in note for note in e.value.__notes__)
   for rows in ([0, 7], [-1], [[0]], [0.5], []):
-    with pytest.raises(ValueError, match='^stack: .*integers from 0 to 6'):
+    with pytest.raises(ValueError, match=naming.Naming('stack', '0 to 6')):
       stack.ReorderStates(states, rows)
-
-
-class _Doubles(base_layer.BaseLayer):
-  """x -> x twice; takes no more than 2 _DIM columns, which the plan does not know."""
-
-  is_position_wise = True
-
-  @classmethod
-  def FPropMeta(cls, params, x):
-    return nested_map.NestedMap(flops=1, out_specs=(x,))
-
-  def FProp(self, theta, x):
-    if x.shape[-1] > 2 * _DIM:
-      raise ValueError('too wide')
-    return tf.concat([x, x], axis=-1)
 
 
 def testALaterOneOfEqualStagesIsNamed():
   """The stages share their functions; the third gets an input that its layer cannot take."""
   x = tf.ones([2, _TIME, _DIM])
-  stack = _Stack(3, 1, [_Doubles.Params()] * 3, tf.TensorSpec(x.shape))
-  with pytest.raises(ValueError, match='too wide') as e:
+  double = decoding_layers.DoublingLayer.Params().Set(most=2 * _DIM)
+  stack = _Stack(3, 1, [double] * 3, tf.TensorSpec(x.shape))
+  with pytest.raises(ValueError, match=naming.Naming('stack.layers[2]', '[2, 6, 32]')) as e:
     stack.Prefill(x, max_length=_MAX)
   notes = '\n'.join(e.value.__notes__)
-  assert 'stack.layers[2] (_Doubles), given (float32[2, 6, 32])' in notes
+  assert 'stack.layers[2] (DoublingLayer), given (float32[2, 6, 32])' in notes
   assert 'in stage 2 (stack.layers[2])' in notes
 
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.core import fprop_context, nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, skip, transformer
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import stage_math
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
-from tests.toys import layers, stacks
+from tests.toys import faulty_layers, layers, stacks
 
 pytestmark = pytest.mark.optimized_graphs
 
@@ -285,34 +285,8 @@ def testEqualStagesShareOneTrace():
     np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-class _Numbered(linear.LinearLayer):
-  """Multiplies by a number that its place gives, and that no Param has."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self._factor = 1.0
-
-  def FProp(self, theta, inputs):
-    return super().FProp(theta, inputs) * self._factor
-
-
-class _WithAttributes(transformer.TransformerLayer):
-  """Has children, and attributes that are equal in each layer."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self._values = {'ones': [np.ones(2)], 'half': 0.5}
-    self._mask = tf.constant([True, False])
-    self._functions = [tf.nn.gelu]
-    self._partial = functools.partial(tf.nn.gelu, approximate=True)
-    self._method = self._Same
-
-  def _Same(self, x):
-    return x
-
-
 def testLayersWithEqualAttributesHaveOneStructure():
-  p = _WithAttributes.Params().Set(input_dim=4, hidden_dim=4, num_heads=2)
+  p = faulty_layers.EqualAttributes.Params().Set(input_dim=4, hidden_dim=4, num_heads=2)
   first, second = stacks.MakeStack([p, p]).layers
   assert stage_math.StructureKey(first) == stage_math.StructureKey(second)
   for value in (3, tf.Variable(1.0)):
@@ -322,72 +296,33 @@ def testLayersWithEqualAttributesHaveOneStructure():
 
 
 def testLayersWithOtherAttributesShareNoTrace():
-  sub = [_Numbered.Params().Set(input_dim=4, output_dim=4) for _ in range(4)]
+  sub = [faulty_layers.FactorLayer.Params().Set(dim=4) for _ in range(4)]
   side, x = stacks.ExampleWeights(4), tf.ones([4, 4], tf.float64)
   results = []
   for num_stages in (1, 4):
     stack = stacks.MakeStack(sub, num_stages=num_stages, num_micro_batches=2)
     for i, layer in enumerate(stack.layers):
-      layer._factor = 1.0 + i % 3
+      layer.number = 1.0 + i % 3
     results.append(stacks.Train(stack, (x,), side))
   stacks.CheckEqual(*results)
 
 
-class _Scaled(base_layer.BaseLayer):
-  """Its scale differs between layers of equal Params."""
-
-  numbers = iter(())
-
-  def __init__(self, params):
-    self.before = 1.0
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([layers.DIM]))
-    self.SetScale(next(self.numbers))
-
-  def FProp(self, theta, x):
-    return x * theta.w * self.Scale()
-
-
-class _NamedLikeAChild(_Scaled):
-  def SetScale(self, number):
-    self._child_scale = number
-
-  def Scale(self):
-    return self._child_scale
-
-
-class _SetBeforeInit(_Scaled):
-  def SetScale(self, number):
-    self.before = number
-
-  def Scale(self):
-    return self.before
-
-
-class _ArrayOfOnes(_Scaled):
-  def SetScale(self, number):
-    self.array = np.ones([number] * (number - 1))  # Equal if one is broadcast.
-
-  def Scale(self):
-    return 1.0 + self.array.ndim
-
-
-class _OrderOfAMap(_Scaled):
-  def SetScale(self, number):
-    self.scales = {'a': 1, 'b': 2} if number == 1 else {'b': 2, 'a': 1}
-
-  def Scale(self):
-    return next(iter(self.scales.values()))
-
-
-@pytest.mark.parametrize('cls', [_NamedLikeAChild, _SetBeforeInit, _ArrayOfOnes, _OrderOfAMap])
+@pytest.mark.parametrize(
+  'cls',
+  [
+    faulty_layers.NamedLikeAChild,
+    faulty_layers.SetBeforeInit,
+    faulty_layers.ArrayOfOnes,
+    faulty_layers.OrderOfAMap,
+  ],
+)
 def testAttributesThatLookAlikeShareNoTrace(cls):
   """Both stages ran with the first layer's scale."""
   x, sub = tf.ones([4, layers.DIM], tf.float64), [cls.Params(), cls.Params()]
-  _Scaled.numbers = iter((1, 2))
+  faulty_layers.NumberedLayer.numbers = iter((1, 2))
   stack = stacks.MakeStack(sub, num_stages=2)
   stack.Place(stacks.Devices(), *stacks.Specs((x,)))
-  _Scaled.numbers = iter((1, 2))
+  faulty_layers.NumberedLayer.numbers = iter((1, 2))
   layer, theta = stacks.PlainLayers(sub)
   np.testing.assert_allclose(stack.Predict(x), layer.FProp(theta(), x))
 
@@ -432,9 +367,7 @@ def testStagesOfDifferentFunctionsDoNotShareATrace():
   def Adder(number):
     return lambda x: x + number
 
-  sub = [
-    layers.NoWeightsLayer.Params().Set(fn=fn) for fn in (Adder(1.0), Adder(2.0), lambda x: x * 10)
-  ]
+  sub = [layers.Without(fn) for fn in (Adder(1.0), Adder(2.0), lambda x: x * 10)]
   stack = _Stack(3, 1, sub=sub, splits=[1, 2, 3])
   stack.Place(_Devices(), tf.TensorSpec([2]))
   np.testing.assert_allclose(stack.Predict(tf.ones([2])), [40.0, 40.0])

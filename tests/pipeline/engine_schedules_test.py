@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map, weight_params
+from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from tests.toys import stacks
+from tests.toys import stacks, timed_layers
 
 _TIME, _DIM, _VOCAB = 3, 4, 7
 _ONE_A_DEVICE = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
@@ -244,43 +244,14 @@ def _MicroBatches(stack, size):
 # ---- at the same time --------------------------------------------------------------------
 
 
-class _Meets(base_layer.BaseLayer):
-  """(x, m) -> (x w, m); forward and backward of the micro-batch m == `at` wait for another one."""
-
-  barrier = None
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('at', 0, 'The micro-batch.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([]))
-
-  def FProp(self, theta, x, m):
-    def Wait(value, m):
-      if m[0] == self.params.at:
-        _Meets.barrier.wait()
-      return value
-
-    def Meet(value):
-      met = tf.numpy_function(Wait, [value, m], value.dtype)
-      met.set_shape(value.shape)
-      return met
-
-    return tf.custom_gradient(lambda x: (Meet(x), Meet))(x * theta.w), m
-
-
 def _Meet(timeout, **options):
   """A step in which 1F0 and 0F1 wait for each other, and 1B0 and 0B1; the barrier."""
-  _Meets.barrier = threading.Barrier(2, timeout=timeout)
-  sub = [_Meets.Params().Set(at=1), _Meets.Params().Set(at=0)]
+  timed_layers.Meeting.barrier = threading.Barrier(2, timeout=timeout)
+  sub = [timed_layers.Meeting.Params().Set(at=1), timed_layers.Meeting.Params().Set(at=0)]
   stack = stacks.MakeStack(sub, num_stages=2, splits=[1, 2], num_micro_batches=2, **options)
   x, side = (tf.ones([4, 1], tf.float64), tf.constant([0, 0, 1, 1])), tf.ones([4], tf.float64)
   stacks.Train(stack, x, side)
-  return _Meets.barrier
+  return timed_layers.Meeting.barrier
 
 
 @pytest.mark.skipif(

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, weight_params
-from lingvo_gpipe.layers import batch_norm, conv, dropout
+from lingvo_gpipe.core import fprop_context
+from lingvo_gpipe.layers import conv, dropout
 from lingvo_gpipe.pipeline.cutting import layer_costs
-from tests.toys import stacks
+from tests.toys import layers, stacks, statistics_layers
 
-_BATCH, _DIM = 6, 3
+_BATCH, _DIM = 6, layers.DIM
 # Backward whole, with its forward and in halves, each with several policies; those compiled by XLA
 # below are of others. Micro-batches are of one size but for four, which take twice the traces.
 _CASES = [
@@ -44,93 +44,15 @@ _METRICS = {
 }
 
 
-class _MayAddLosses(base_layer.BaseLayer):
-  """The base of layers that add auxiliary losses if their Params say so."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('adds_losses', False, 'Whether to add auxiliary losses.')
-    return p
-
-  def _AddLoss(self, value, *coefficient_and_name):
-    if self.params.adds_losses:
-      fprop_context.Current().AddAuxLoss(self, value, *coefficient_and_name)
-
-
-class _Block(_MayAddLosses):
-  """A projection and two BatchNorms below the layer of the stage; x stays in reach."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateChild('a', _Norm(decay=0.9))
-    self.CreateChild('b', _Norm(scale=False))
-    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
-
-  def FProp(self, theta, x):
-    h = self.b.FProp(theta.b, tf.matmul(self.a.FProp(theta.a, x), theta.w))
-    self._AddLoss(tf.reduce_mean((h - 0.2) ** 2) + tf.reduce_mean(theta.w**2), 2.0)
-    return x + tf.tanh(h)
-
-
-def _Norm(**params):
-  return batch_norm.BatchNormLayer.Params().Set(dim=_DIM, **{'decay': 0.8, **params})
-
-
-class _Penalty(_MayAddLosses):
-  """x -> x; adds a loss of it."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('coefficient', 1.0, 'Coefficient of the loss.')
-    return p
-
-  def FProp(self, theta, x):
-    self._AddLoss(tf.reduce_mean(tf.tanh(x - 1.0) ** 2), self.params.coefficient, 'z')
-    return x
-
-
-class _Middle(_MayAddLosses):
-  """A BatchNorm between two layers that add losses of one name; adds one of its input alone."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    penalty = _Penalty.Params().Set(adds_losses=self.params.adds_losses)
-    self.CreateChild('a', penalty.Copy().Set(coefficient=0.3))
-    self.CreateChild('norm', _Norm(decay=None))
-    self.CreateChild('b', penalty.Copy().Set(coefficient=3.0))
-
-  def FProp(self, theta, x):
-    self._AddLoss(tf.reduce_mean(tf.tanh(x) ** 3), 0.5)
-    x = self.norm.FProp(theta.norm, self.a.FProp(theta.a, x))
-    return self.b.FProp(theta.b, x)
-
-
-class _CountsCalls(_MayAddLosses):
-  """Counts its examples: a repeated run would count twice."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    zero = weight_params.WeightInit.Constant(0.0)
-    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
-    self.CreateVariable('total', weight_params.WeightParams([], zero), trainable=False)
-
-  def FProp(self, theta, x):
-    fprop_context.Current().AddSums(self, {'count': tf.cast(tf.shape(x)[0], tf.float32)})
-    y = tf.tanh(tf.matmul(x, theta.w))
-    self._AddLoss(tf.reduce_mean(y**2), 0.1, 'one')
-    self._AddLoss(tf.reduce_mean((y - 0.2) ** 2) + tf.reduce_mean(theta.w**2), 0.7, 'other')
-    return y
-
-  def StateFromSums(self, state, sums):
-    return {'total': state.total + tf.cast(sums.count, state.total.dtype)}
-
-
 def _Sub(adds_losses=True):
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.8)
   block, middle, last = (
-    layer.Params().Set(adds_losses=adds_losses) for layer in (_Block, _Middle, _CountsCalls)
+    layer.Params().Set(adds_losses=adds_losses)
+    for layer in (
+      statistics_layers.NormBlock,
+      statistics_layers.NormBetweenLosses,
+      statistics_layers.CountingProduct,
+    )
   )
   return [block, drop, middle, last]
 
@@ -217,7 +139,7 @@ def testSeveralStagesADevice():
 def testOneAuxiliaryLossChangesTheGradients():
   """The tests above would notice a coefficient that is lost."""
   (_, grads), _ = _Reference(3)
-  sub = [_Block.Params(), *_Sub()[1:]]
+  sub = [statistics_layers.NormBlock.Params(), *_Sub()[1:]]
   _, fewer_grads = stacks.Reference(sub, 3, (_X(),), stacks.ExampleWeights(_BATCH))
   stacks.CheckAnyDiffers(grads, fewer_grads)
 
@@ -232,7 +154,7 @@ def _CheckStateOfTheWholeMiniBatch(stack):
 
 def testOneMicroBatchIsPlainBatchNorm():
   """Against Keras: outputs through the loss, gradients of gamma and beta, moving averages."""
-  sub = [_Norm(decay=0.9), _Norm(decay=0.9)]
+  sub = [statistics_layers.Norm(decay=0.9), statistics_layers.Norm(decay=0.9)]
   stack = _Place(sub, num_micro_batches=1, num_stages=2, splits=[1, 2])
   (sums, grads), weights = _Step(stack), stacks.ExampleWeights(_BATCH)
   norms = [keras.layers.BatchNormalization(momentum=0.9, dtype='float64') for _ in sub]
@@ -252,7 +174,9 @@ def testOneMicroBatchIsPlainBatchNorm():
 
 def testEqualStagesKeepTheirStateApart():
   """They share their functions, but not their state."""
-  stack = _Place([_CountsCalls.Params()] * 4, num_stages=4, splits=[1, 2, 3, 4])
+  stack = _Place(
+    [statistics_layers.CountingProduct.Params()] * 4, num_stages=4, splits=[1, 2, 3, 4]
+  )
   for _ in range(2):
     _Step(stack)
   assert [float(v) for v in stacks.State(stack).values()] == [2.0 * _BATCH] * 4
@@ -290,11 +214,14 @@ def testFrozenLayersFollowTheData():
 def testSumsThatAreNotFiniteAreDropped():
   """Layers before the bad one have seen good data; from there on all state stays as it was."""
 
-  class Spoils(base_layer.BaseLayer):
-    def FProp(self, theta, x):
-      return tf.where(x > tf.reduce_max(x) - 1e-9, x * np.inf, x)
+  def Spoil(x):
+    return tf.where(x > tf.reduce_max(x) - 1e-9, x * np.inf, x)
 
-  sub = [_Norm(), Spoils.Params(), _Norm()]
+  sub = [
+    statistics_layers.Norm(),
+    layers.Without(Spoil),
+    statistics_layers.Norm(),
+  ]
   stack = _Place(sub, num_stages=2, splits=[1, 3])
   before = stacks.State(stack)
   _Step(stack)
@@ -303,21 +230,21 @@ def testSumsThatAreNotFiniteAreDropped():
     assert np.array_equal(value, before[path]) == path.startswith('stack.layers[2]'), path
 
 
-class _FailsInBackward(base_layer.BaseLayer):
-  def FProp(self, theta, x):
-    @tf.custom_gradient
-    def Fail(x):
-      def Grad(dy):
-        with tf.control_dependencies([tf.debugging.Assert(tf.reduce_sum(dy) > np.inf, ['failed'])]):
-          return tf.identity(dy)
+@tf.custom_gradient
+def _FailInBackward(x):
+  def Grad(dy):
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_sum(dy) > np.inf, ['failed'])]):
+      return tf.identity(dy)
 
-      return tf.identity(x), Grad
-
-    return Fail(x)
+  return tf.identity(x), Grad
 
 
 def testAFailedStepLeavesTheState():
-  sub = [_CountsCalls.Params(), _FailsInBackward.Params(), _Norm()]
+  sub = [
+    statistics_layers.CountingProduct.Params(),
+    layers.Without(_FailInBackward),
+    statistics_layers.Norm(),
+  ]
   stack = _Place(sub, num_stages=2, splits=[2, 3], num_micro_batches=1)
   before = stacks.State(stack)
   # Often TensorFlow tells only that other devices were cancelled.
@@ -333,7 +260,7 @@ def testAFailedStepLeavesTheState():
 def _FiveStepsOfSgd(num_stages, num_micro_batches):
   """(states after each step, evaluations before and after) of convolution, norm, convolution."""
   layer = conv.Conv2DLayerNoPadding.Params().Set(activation='TANH')
-  sub = [layer.Copy().Set(filter_shape=(3, 3, 2, _DIM)), _Norm(decay=0.5)]
+  sub = [layer.Copy().Set(filter_shape=(3, 3, 2, _DIM)), statistics_layers.Norm(decay=0.5)]
   sub.append(layer.Copy().Set(filter_shape=(2, 2, _DIM, 1)))
   size, options = 24, {'num_stages': num_stages, 'num_micro_batches': num_micro_batches}
   stack = stacks.MakeStack(sub, **options)

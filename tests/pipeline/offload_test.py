@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, weight_params
 from lingvo_gpipe.layers import dropout, linear, skip
 from lingvo_gpipe.pipeline import host_copies
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
@@ -18,31 +17,19 @@ pytestmark = pytest.mark.optimized_graphs
 _DIM = 4
 
 
-class _Scale(base_layer.BaseLayer):
-  """(x, ids) -> (x w, scaled by the ids), and the ids."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
-
-  def FProp(self, theta, x, ids):
-    return tf.tanh(tf.matmul(x, theta.w)) * tf.cast(ids, x.dtype)[:, None], ids
-
-
-class _Last(base_layer.BaseLayer):
-  """(x, ids) -> x."""
-
-  def FProp(self, theta, x, ids):
-    return x
+def _Scale(w, x, ids):
+  """Returns tanh(x w), scaled by the ids, and the ids."""
+  return tf.tanh(tf.matmul(x, w)) * tf.cast(ids, x.dtype)[:, None], ids
 
 
 def _Stack(name, policy, num_stages, num_micro_batches, stages_per_device, xla):
   """Integers, random numbers and a skip from the first to the last stage."""
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.7)
-  middle = [_Scale.Params(), drop]
+  middle = [layers.MatrixLayer.Params().Set(fn=_Scale, dims=[_DIM, _DIM]), drop]
   sub = [layers.TableLayer.Params().Set(dim=_DIM), skip.StashLayer.Params().Set(key='table')]
   sub += middle * (num_stages - 1)
-  sub += [skip.PopLayer.Params().Set(key='table'), _Last.Params()]
+  first = layers.Without(lambda x, ids: x)
+  sub += [skip.PopLayer.Params().Set(key='table'), first]
   sub += [linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)]
   ends = [2 * (k + 1) + 1 for k in range(num_stages)]
   return stacks.MakeStack(

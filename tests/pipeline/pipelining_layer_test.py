@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map
 from lingvo_gpipe.layers import linear, sequential, skip
 from lingvo_gpipe.pipeline import pipelining_layer
 from tests import naming
@@ -82,28 +81,21 @@ class _CustomError(Exception):
   pass
 
 
-class _Raises(base_layer.BaseLayer):
-  """Looks fine until it runs."""
-
-  def FProp(self, theta, x):
-    raise _CustomError('out of cheese')
-
-  @classmethod
-  def FPropMeta(cls, params, x):
-    return nested_map.NestedMap(flops=1, out_specs=(x,))
-
-
 @pytest.mark.parametrize('xla', [False, True])
 @pytest.mark.parametrize('method', ['FProp', 'Predict'])
 def testAnExceptionKeepsItsTypeAndNamesTheLayer(method, xla):
-  sub = [*_Fns(lambda w, x: x + 1, lambda w, x: x), _Raises.Params()]
+  def Raise(w, x):
+    raise _CustomError('out of cheese')
+
+  raises = layers.SilentLayer.Params().Set(fn=Raise)
+  sub = [*_Fns(lambda w, x: x + 1, lambda w, x: x), raises]
   stack = _Stack(*sub, num_stages=2, splits=[1, 3], xla=xla)
   stack.Place(stacks.Devices(), tf.TensorSpec([4, 2]))
   run = stack.Predict if method == 'Predict' else stack
   with pytest.raises(_CustomError, match='out of cheese') as e:
     run(tf.ones([4, 2]))
   notes = '\n'.join(e.value.__notes__)
-  assert 'stack.layers[2] (_Raises)' in notes
+  assert 'stack.layers[2] (SilentLayer)' in notes
   assert 'given (float32[2, 2]) by stack.layers[1]' in notes
   assert 'stage 1 (stack.layers[1] to stack.layers[2]), micro-batch 0' in notes
   assert '1F0' in notes

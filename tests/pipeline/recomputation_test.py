@@ -13,13 +13,12 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer
 from lingvo_gpipe.layers import dropout, linear, transformer
 from lingvo_gpipe.pipeline import emission
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from tests import graph_reader, naming
-from tests.toys import stacks
+from tests.toys import faulty_layers, layers, stacks
 
 pytestmark = pytest.mark.optimized_graphs
 
@@ -242,44 +241,26 @@ def testActionsRunInTheScheduleOrder(name, policy, num_stages, stages_per_device
   }
 
 
-class _Identity(base_layer.BaseLayer):
-  """Defines its own gradient."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('slope', 3.0, 'The derivative.')
-    return p
-
-  def FProp(self, theta, x):
-    @tf.custom_gradient
-    def Same(x):
-      return tf.identity(x), lambda dy: self.params.slope * dy
-
-    return Same(x)
+def _Identity(slope):
+  """Returns Params of an identity that defines its derivative."""
+  fn = tf.custom_gradient(lambda x: (tf.identity(x), lambda dy: slope * dy))
+  return layers.Without(fn)
 
 
 def testGradientsThatLayersDefineHoldInEveryStage():
   x = tf.random.stateless_normal([6, _DIM], [1, 2], dtype=tf.float64)
   square = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')
-  sub = [square, _Identity.Params()] * 2
+  sub = [square, _Identity(3.0)] * 2
   side = stacks.ExampleWeights(6)
   stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, splits=[2, 4])
   expected = stacks.Reference(sub, 2, (x,), side)
   # `except_last` covers both `stage` and `none`.
   ways = [('gpipe', 'except_last'), ('gpipe', 'layer')]
   stacks.CheckWays(stack, (x,), side, ways, expected)
-  sub = [square, _Identity.Params().Set(slope=1.0)] * 2
+  sub = [square, _Identity(1.0)] * 2
   _, plain = stacks.Reference(sub, 2, (x,), side)
   ratios = [expected[1][path] / plain[path] for path in sorted(plain)]
   assert abs(ratios[0] - 9).max() < 1e-9 and abs(ratios[-1] - 3).max() < 1e-9
-
-
-class _Capturing(linear.ProjectionLayer):
-  """Recomputes its product by TensorFlow, which takes the weights from the surroundings."""
-
-  def FProp(self, theta, x):
-    return tf.recompute_grad(lambda x: super(_Capturing, self).FProp(theta, x))(x)
 
 
 def _MakeSquare(cls, **options):
@@ -292,7 +273,9 @@ def testCustomGradientsMayTakeVariablesFromTheirSurroundings(policy):
   x = tf.random.stateless_normal([6, _DIM], [1, 2], dtype=tf.float64)
   side = stacks.ExampleWeights(6)
   expected = stacks.Train(_MakeSquare(linear.ProjectionLayer), (x,), side)
-  actual = stacks.Train(_MakeSquare(_Capturing, remat_policy=policy), (x,), side)
+  actual = stacks.Train(
+    _MakeSquare(faulty_layers.RecomputingProjection, remat_policy=policy), (x,), side
+  )
   stacks.CheckEqual(actual, expected)
 
 
@@ -310,7 +293,7 @@ def testWeightsThatACustomGradientLosesAreRefused(options):
   """They had the gradient 0."""
   options = dict(options)
   is_under_tape = options.pop('is_under_tape', False)
-  stack = _MakeSquare(_Capturing, **options)
+  stack = _MakeSquare(faulty_layers.RecomputingProjection, **options)
   x = tf.ones([6, _DIM], stack.params.fprop_dtype or tf.float64)
   with pytest.raises(ValueError, match=naming.Naming('w', 'recompute_grad')):
     if is_under_tape:

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, weight_params
 from lingvo_gpipe.layers import batch_norm, linear
 from lingvo_gpipe.pipeline import replicas, verify
 from lingvo_gpipe.pipeline.stages import micro_batch
 from tests import graph_reader
-from tests.toys import stacks
+from tests.toys import stacks, statistics_layers
 
 pytestmark = pytest.mark.optimized_graphs
 
@@ -25,27 +24,17 @@ def _Norm(**params):
   return batch_norm.BatchNormLayer.Params().Set(**params)
 
 
-class _Branches(base_layer.BaseLayer):
-  """Three independent sums, one of them of a layer that is called twice."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateChild('a', _Norm())
-    self.CreateChild('b', _Norm(scale=False))
-    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
-
-  def FProp(self, theta, x):
-    paddings = tf.cast(x[..., 0] > 1.0, tf.float32)
-    first, _ = self.a.FProp(theta.a, x, paddings)
-    second = self.a.FProp(theta.a, tf.tanh(tf.matmul(x, theta.w)))
-    return first + second + tf.tanh(self.b.FProp(theta.b, x))
-
-
 def _Sub():
   project = linear.ProjectionLayer.Params().Set(
     input_dim=_DIM, output_dim=_DIM, has_bias=True, activation='TANH'
   )
-  return [project, _Branches.Params(), project, _Norm(decay=None), project]
+  return [
+    project,
+    statistics_layers.NormBranches.Params().Set(norm=_Norm()),
+    project,
+    _Norm(decay=None),
+    project,
+  ]
 
 
 def _X(batch_size):

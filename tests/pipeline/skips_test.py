@@ -8,45 +8,34 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import dropout, linear, sequential, skip
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 from tests import graph_reader, naming
-from tests.toys import layers, stacks
+from tests.toys import faulty_layers, layers, stacks
 
 pytestmark = pytest.mark.optimized_graphs
 
-_BATCH, _DIM = 4, 3
+_BATCH, _DIM = 4, layers.DIM
 _SCHEDULES = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
 
 
-class _Square(base_layer.BaseLayer):
-  """(x, *extras) -> (tanh(x w), *extras)."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('dims', (0, 0), 'Sizes of input and output.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams(list(self.params.dims)))
-
-  def FProp(self, theta, x, *extras):
-    return (tf.tanh(tf.matmul(x, theta.w)), *extras)
+def _Square(num_inputs=_DIM, num_outputs=_DIM):
+  return layers.MatrixLayer.Params().Set(dims=(num_inputs, num_outputs))
 
 
-class _Fold(base_layer.BaseLayer):
-  """(x, *extras) -> x, into which everything else of any structure and dtype is mixed."""
+def _MixExtras(x, *extras):
+  """Returns x, into which everything else of any structure and dtype is mixed."""
+  for extra in tf.nest.flatten(extras):
+    if extra is not None:
+      extra = tf.cast(extra, x.dtype)
+      x += 0.1 * tf.sin(extra if extra.shape.rank == 1 else tf.reduce_sum(extra, -1))[:, None]
+  return x
 
-  def FProp(self, theta, x, *extras):
-    for other in tf.nest.flatten(extras):
-      if other is not None:
-        other = tf.cast(other, x.dtype)
-        x += 0.1 * tf.sin(other if other.shape.rank == 1 else tf.reduce_sum(other, -1))[:, None]
-    return x
+
+def _Fold():
+  return layers.Without(_MixExtras)
 
 
 def _Random(seed):
@@ -58,7 +47,7 @@ def _Random(seed):
     kind = choose.choice(('square', 'stash', 'pop', 'pop', 'drop', 'fold'))
     if kind == 'square':
       size = choose.choice((_DIM, _DIM, _DIM + 1))
-      sub.append(_Square.Params().Set(dims=(dim, size)))
+      sub.append(_Square(dim, size))
       dim = size
     elif kind == 'stash':
       sub.append(skip.StashLayer.Params().Set(key=f'skip{i}'))
@@ -72,8 +61,8 @@ def _Random(seed):
     elif kind == 'drop':
       sub.append(dropout.DropoutLayer.Params().Set(keep_prob=0.8))
     else:
-      sub.append(_Fold.Params())
-  sub += [_Square.Params().Set(dims=(dim, _DIM)), _Fold.Params()]
+      sub.append(_Fold())
+  sub += [_Square(dim, _DIM), _Fold()]
   num_stages = choose.randint(2, 4)
   splits = sorted(choose.sample(range(1, len(sub)), num_stages - 1)) + [len(sub)]
   return (
@@ -106,25 +95,13 @@ def testRandomSequences(seed):
   _CheckTraining(sub, (_Ids(),), **options)
 
 
-def _Stash(key):
-  return skip.StashLayer.Params().Set(key=key)
-
-
-def _Pop(key, combine='add'):
-  return skip.PopLayer.Params().Set(key=key, combine=combine)
-
-
-def _Square3():
-  return _Square.Params().Set(dims=(_DIM, _DIM))
-
-
 def _FarSub():
   """x from the first stage to the second, third and (twice) fourth, y within the fourth."""
   return [
-    *(_Square3(), _Stash('x')),
-    *(_Square3(), _Pop('x', 'append'), _Fold.Params()),
-    *(_Pop('x', 'concat'), _Square.Params().Set(dims=(2 * _DIM, _DIM))),
-    *(_Pop('x'), _Stash('y'), _Square3(), _Pop('x'), _Pop('y')),
+    *(_Square(), layers.Stash('x')),
+    *(_Square(), layers.Pop('x', 'append'), _Fold()),
+    *(layers.Pop('x', 'concat'), _Square(2 * _DIM, _DIM)),
+    *(layers.Pop('x'), layers.Stash('y'), _Square(), layers.Pop('x'), layers.Pop('y')),
   ]
 
 
@@ -163,7 +140,7 @@ def testCompiledByXla(schedule, policy):
 
 
 def testASkipPassesByTheStagesBetween():
-  sub = [_Stash('x'), _Square3(), _Square3(), _Square3(), _Pop('x')]
+  sub = [layers.Stash('x'), _Square(), _Square(), _Square(), layers.Pop('x')]
   stack = _CheckTraining(sub, (_X(),), num_stages=4, splits=[2, 3, 4, 5])
   stages = stack.engine.stages
   assert [s.imports for s in stages] == [(), (), (), ('x',)]
@@ -173,46 +150,42 @@ def testASkipPassesByTheStagesBetween():
   assert first is second
 
 
-class _Rest(base_layer.BaseLayer):
-  """(first, *extras) -> extras."""
-
-  def FProp(self, theta, first, *extras):
-    return extras
-
-
 def testAnIntegerSideInputOfAMiddleStage():
   """As docs/own_loop.md says: a tensor stashed at the front does not pass every stage."""
-  sub = [_Stash('ids'), _Rest.Params(), _Square3()]
-  sub += [_Pop('ids', 'append'), _Fold.Params(), _Square3()]
+  sub = [layers.Stash('ids'), layers.Without(lambda ids, x: x), _Square()]
+  sub += [layers.Pop('ids', 'append'), _Fold(), _Square()]
   stack = _CheckTraining(sub, (_Ids(), _X()), num_stages=3, splits=[3, 5, 6], schedule='1f1b')
   stages = stack.engine.stages
   assert [s.exports for s in stages] == [('ids',), (), ()]
   assert [s.imports for s in stages] == [(), ('ids',), ()]
 
 
-class _Nest(base_layer.BaseLayer):
-  """x -> a nest of floats, integers, bools and None, and back again."""
+def _Pack(x):
+  """Returns a nest of floats, integers, bools and None."""
+  positive = x[:, 0] > 0
+  ids = tf.cast(positive, tf.int64) + 1
+  return nested_map.NestedMap(flag=positive, ids=ids, none=None, rest=[tf.sin(x), None])
 
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('pack', True, 'Whether to pack or to unpack.')
-    return p
 
-  def FProp(self, theta, x, *extras):
-    if not self.params.pack:
-      nest = extras[0] if extras else x
-      y = tf.where(nest.flag[:, None], nest.rest[0], 0.5 * nest.rest[0])
-      return y * tf.cast(nest.ids, y.dtype)[:, None]
-    positive = x[:, 0] > 0
-    ids = tf.cast(positive, tf.int64) + 1
-    return nested_map.NestedMap(flag=positive, ids=ids, none=None, rest=[tf.sin(x), None])
+def _Unpack(x, *extras):
+  """Returns floats that depend on the last of the nests."""
+  nest = extras[0] if extras else x
+  y = tf.where(nest.flag[:, None], nest.rest[0], 0.5 * nest.rest[0])
+  return y * tf.cast(nest.ids, y.dtype)[:, None]
 
 
 def testASkipOfAnyStructure():
-  pack, unpack = _Nest.Params(), _Nest.Params().Set(pack=False)
-  sub = [_Square3(), pack, _Stash('nest'), unpack, _Square3(), _Pop('nest', 'append'), unpack]
-  sub.append(_Square3())
+  pack, unpack = layers.Without(_Pack), layers.Without(_Unpack)
+  sub = [
+    _Square(),
+    pack,
+    layers.Stash('nest'),
+    unpack,
+    _Square(),
+    layers.Pop('nest', 'append'),
+    unpack,
+  ]
+  sub.append(_Square())
   ways = [('1f1b', 'layer'), ('zb_h1', 'except_last')]
   _CheckWays(sub, ways, num_stages=3, splits=[3, 5, 8])
 
@@ -228,22 +201,16 @@ def testASkipOfAnyStructure():
   ],
 )
 def testOneSkipUnderEveryCut(splits, policy):
-  sub = [_Stash('x'), _Square3(), _Pop('x', 'concat'), _Square.Params().Set(dims=(2 * _DIM, _DIM))]
+  sub = [layers.Stash('x'), _Square(), layers.Pop('x', 'concat'), _Square(2 * _DIM, _DIM)]
   stack = _CheckTraining(sub, (_X(),), num_stages=len(splits), splits=splits, remat_policy=policy)
   is_within = splits[0] > 2
   assert any(s.exports for s in stack.engine.stages) != is_within
 
 
-class _Only(base_layer.BaseLayer):
-  """(x, none) <-> (none, x): a StashLayer takes the first argument."""
-
-  def FProp(self, theta, a, b):
-    return b, a
-
-
 def testASkipOfNoneAndASkipThatNobodyTakes():
-  sub = [_Stash('unused'), _Square3(), _Only.Params(), _Stash('none'), _Only.Params(), _Square3()]
-  sub.append(_Pop('none', 'append'))
+  swap = layers.Without(lambda a, b: (b, a))  # A StashLayer takes the first argument.
+  sub = [layers.Stash('unused'), _Square(), swap, layers.Stash('none'), swap, _Square()]
+  sub.append(layers.Pop('none', 'append'))
   stack = stacks.MakeStack(sub, num_stages=2, splits=[5, 7], num_micro_batches=2)
   stack.Place(stacks.Devices(), *stacks.Specs((_X(), None)))
   y, none, popped = stack.Predict(_X(), None)
@@ -255,7 +222,7 @@ def testASkipOfNoneAndASkipThatNobodyTakes():
 
 def _FarSkip(pops=1, **options):
   """A skip from the first of four stages to the last, placed with a loss."""
-  sub = [_Square3(), _Stash('x'), _Square3(), _Square3(), *[_Pop('x')] * pops, _Square3()]
+  sub = [_Square(), layers.Stash('x'), _Square(), _Square(), *[layers.Pop('x')] * pops, _Square()]
   stack = stacks.MakeStack(
     sub, num_stages=4, splits=[2, 3, 4, len(sub)], num_micro_batches=2, **options
   )
@@ -386,7 +353,15 @@ def testPlansKnowTheShapes(seed):
 
 def testAnAutomaticCut():
   square = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')
-  sub = [square, _Stash('a'), square, square, _Pop('a'), square, _Pop('a', 'concat')]
+  sub = [
+    square,
+    layers.Stash('a'),
+    square,
+    square,
+    layers.Pop('a'),
+    square,
+    layers.Pop('a', 'concat'),
+  ]
   stack = _CheckTraining(sub, (_X(),), num_stages=3, schedule='1f1b')
   assert len(stack.engine.stages) == 3
 
@@ -407,45 +382,37 @@ def _Layers(*sub):
 def testAKeyThatNobodyBegins():
   words = r"stack\.layers\[2\] takes the skip 'right', .*known: left"
   with pytest.raises(ValueError, match=words):
-    stage_lib.Skips(_Layers(_Stash('left'), _Square3(), _Pop('right')), [3])
+    stage_lib.Skips(_Layers(layers.Stash('left'), _Square(), layers.Pop('right')), [3])
   with pytest.raises((KeyError, ValueError), match="'right'"):
-    _Place([_Stash('left'), _Square3(), _Pop('right')])
+    _Place([layers.Stash('left'), _Square(), layers.Pop('right')])
 
 
-class _Announces(_Square):
-  """Announces a skip that it never begins."""
-
-  @property
-  def skips_out(self):
-    return ('a',)
-
-
-@pytest.mark.parametrize('last', [_Pop('a'), _Square3()])
+@pytest.mark.parametrize('last', [layers.Pop('a'), _Square()])
 def testASkipThatIsAnnouncedAndNeverBegins(last):
-  announces = _Announces.Params().Set(dims=(_DIM, _DIM))
+  announces = faulty_layers.AnnouncesASkip.Params()
   names = naming.Naming('stack.layers[0]', 'skips_out', ['a'], [])
   with pytest.raises(ValueError, match=names) as e:
-    _Place([announces, _Square3(), last])
+    _Place([announces, _Square(), last])
   assert 'stack.layers[0]' in ' '.join([str(e.value), *getattr(e.value, '__notes__', [])])
 
 
 def testAKeyThatBeginsLater():
   words = r"stack\.layers\[0\] takes the skip 'a', .*known: none"
   with pytest.raises(ValueError, match=words):
-    stage_lib.Skips(_Layers(_Pop('a'), _Square3(), _Stash('a')), [1, 3])
+    stage_lib.Skips(_Layers(layers.Pop('a'), _Square(), layers.Stash('a')), [1, 3])
 
 
 def testAKeyThatBeginsTwice():
   for second in (1, 3):
-    sub = [_Stash('a'), _Square3(), _Square3(), _Square3(), _Pop('a')]
-    sub[second] = _Stash('a')
+    sub = [layers.Stash('a'), _Square(), _Square(), _Square(), layers.Pop('a')]
+    sub[second] = layers.Stash('a')
     words = rf"stack\.layers\[{second}\] and stack\.layers\[0\] both begin a skip 'a'"
     with pytest.raises(ValueError, match=words):
       _Place(sub)
 
 
 def testASkipOfAnotherShape():
-  sub = [_Stash('a'), _Square.Params().Set(dims=(_DIM, _DIM + 1)), _Pop('a')]
+  sub = [layers.Stash('a'), _Square(_DIM, _DIM + 1), layers.Pop('a')]
   with pytest.raises(ValueError, match=r'stack.layers\[2\]: .*skip of shape \(4, 3\)'):
     _Place(sub).Predict(_X())
 

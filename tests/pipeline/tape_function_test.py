@@ -14,40 +14,19 @@ import tensorflow as tf
 os.environ.setdefault('KERAS_BACKEND', 'tensorflow')
 import keras  # noqa: E402
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params  # noqa: E402
+from lingvo_gpipe.core import fprop_context, nested_map  # noqa: E402
 from lingvo_gpipe.layers import dropout, embedding, linear, norm, sequential  # noqa: E402
 from lingvo_gpipe.pipeline import pipelining_layer  # noqa: E402
 from lingvo_gpipe.pipeline.stages import micro_batch  # noqa: E402
-from tests.toys import layers, stacks  # noqa: E402
+from tests.toys import layers, nested_layers, stacks  # noqa: E402
 
 _DIM = 6
 _SEED = 3
 
 
-class _Tangle(base_layer.BaseLayer):
-  """x and a nest of everything there is -> the same; batch at any dimension but the last."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
-    self.CreateVariable('unused', weight_params.WeightParams([2]))
-    self.CreateVariable('frozen', weight_params.WeightParams([_DIM]), trainable=False)
-    self.CreateChild('drop', dropout.DropoutLayer.Params().Set(keep_prob=0.8))
-
-  def FProp(self, theta, x, nest):
-    ids, (half, nothing, (flag,)) = nest.ids, nest.others
-    assert nothing is None and nest.none is None
-    scale = tf.cast(ids, x.dtype)[..., tf.newaxis]
-    y = tf.tanh(linear.MatMulLastDim(x, theta.w) + theta.frozen) + 0.1 * scale * half
-    y = self.drop.FProp(theta.drop, y)
-    keep = tf.where(flag[..., tf.newaxis], y, half)
-    side_values = (keep, None, (tf.logical_not(flag),))
-    return y, nested_map.NestedMap(ids=(ids + 1) % 3, none=None, others=side_values)
-
-
 def _Params(cls, num_layers=2, **options):
   p = cls.Params().Set(name='stack', dtype=tf.float64, random_seed=_SEED, **options)
-  p.sub = [_Tangle.Params() for _ in range(num_layers)]
+  p.sub = [nested_layers.Tangle.Params().Set(dim=_DIM) for _ in range(num_layers)]
   p.sub[1].random_seed = _SEED + 1  # A layer may have a seed of its own.
   return p
 
@@ -64,7 +43,7 @@ def _Pipeline(num_stages, num_micro_batches, **options):
 
 
 def _Inputs(lead):
-  """Arguments of a stack of `_Tangle`, all with the leading dimensions `lead`."""
+  """Arguments of a stack of `Tangle`, all with the leading dimensions `lead`."""
   rng = np.random.default_rng(1)
   ids = tf.constant(rng.integers(0, 3, lead), tf.int32)
   half = tf.constant(rng.normal(size=[*lead, _DIM]))
@@ -256,7 +235,7 @@ def testRematPolicyLayer():
 
 def _Stack(sub, *specs, num_stages=None, **options):
   options = {'num_micro_batches': 2, 'xla': False, **options}
-  sub = [q if hasattr(q, 'cls') else layers.NoWeightsLayer.Params().Set(fn=q) for q in sub]
+  sub = [q if hasattr(q, 'cls') else layers.Without(q) for q in sub]
   num_stages = num_stages or len(sub)
   p = pipelining_layer.PipeliningLayer.Params().Set(
     name='stack', num_stages=num_stages, sub=sub, random_seed=_SEED, **options
@@ -337,42 +316,8 @@ def testAOneElementTupleStaysATuple():
       np.testing.assert_allclose(y[0] if is_tuple else y, 6.0 * x)
 
 
-class _Model(base_layer.BaseLayer):
-  """A user's model: layers before and after the pipeline, which draws masks in nested sequences."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('body', None, 'The pipeline, or a SequentialLayer.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    square = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
-    self.CreateChild('first', square)
-    self.CreateChild('body', self.params.body)
-    self.CreateChild('last', square.Copy().Set(activation='NONE', has_bias=True))
-
-  def FProp(self, theta, x):
-    x = self.first.FProp(theta.first, x)
-    return self.last.FProp(theta.last, self.body.FProp(theta.body, x))
-
-
-class _Wrapped(base_layer.BaseLayer):
-  """A layer with a sequence of its own inside."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    square = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
-    drop = dropout.DropoutLayer.Params().Set(keep_prob=0.7)
-    self.CreateChild('inner', sequential.SequentialLayer.Params().Set(sub=[square, drop, drop]))
-
-  def FProp(self, theta, x):
-    return x + self.inner.FProp(theta.inner, x)
-
-
 def testPartOfAUsersModel():
-  sub = [_Wrapped.Params() for _ in range(4)]
+  sub = [nested_layers.ResidualSequence.Params().Set(dim=_DIM) for _ in range(4)]
   x = tf.constant(np.random.default_rng(2).normal(size=[6, _DIM]))
   results = []
   for body in (
@@ -380,7 +325,8 @@ def testPartOfAUsersModel():
     pipelining_layer.PipeliningLayer.Params().Set(sub=sub, xla=False),
     pipelining_layer.PipeliningLayer.Params().Set(sub=sub, xla=False, num_stages=4),
   ):
-    p = _Model.Params().Set(name='model', dtype=tf.float64, body=body, random_seed=_SEED)
+    p = nested_layers.UserModel.Params().Set(name='model', dim=_DIM, body=body)
+    p.Set(dtype=tf.float64, random_seed=_SEED)
     model = p.Instantiate()
     if isinstance(model.body, pipelining_layer.PipeliningLayer):
       model.body.Place(stacks.Devices(), tf.TensorSpec(x.shape, x.dtype))
@@ -408,12 +354,7 @@ def testASlowGradientOfOneOfSeveralTensors():
 
     return tf.identity(x), lambda dy: tf.ensure_shape(tf.py_function(Wait, [dy], dy.dtype), x.shape)
 
-  class Pair(layers.NoWeightsLayer):
-    @classmethod
-    def FPropMeta(cls, params, a, *extras):
-      return nested_map.NestedMap(flops=1, out_specs=(a,) if extras else (a, a))
-
-  sub = [Pair.Params().Set(fn=fn) for fn in (lambda x: (x, Slow(x)), lambda a, b: 3 * a + 4 * b)]
+  sub = [layers.Without(fn) for fn in (lambda x: (x, Slow(x)), lambda a, b: 3 * a + 4 * b)]
   stack = _Stack(sub, tf.TensorSpec([4]))
   x = tf.ones([4])
   with tf.GradientTape() as tape:

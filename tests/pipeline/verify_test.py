@@ -7,41 +7,28 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map, weight_params
+from lingvo_gpipe.core import nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, transformer
 from lingvo_gpipe.pipeline import pipelining_layer, verify
 from lingvo_gpipe.pipeline.stages import stage_math
+from tests.toys import faulty_layers
 
 _BATCH, _TIME, _DIM, _VOCAB = 6, 5, 8, 11
 
 
-class _Scaled(base_layer.BaseLayer):
-  """x w, times a factor that subclasses derive from values that no layer may use."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
-
-  def _Factor(self, x):
-    del x
-    return 1.0
-
-  def FProp(self, theta, x, paddings=None):
-    return tf.einsum('btd,de->bte', x, theta.w) * tf.cast(self._Factor(x), x.dtype), paddings
-
-
-class _ByPosition(_Scaled):
+def _IsAfterTwo(layer, x):
   """Drops the first two examples of whatever batch it is given."""
-
-  def _Factor(self, x):
-    return tf.reshape(tf.range(x.shape[0]) >= 2, [-1, 1, 1])
+  return tf.reshape(tf.range(x.shape[0]) >= 2, [-1, 1, 1])
 
 
-class _ByPath(_Scaled):
-  """A Python constant that differs between equal layers, which share one trace."""
+def _PathNumber(layer, x):
+  """Returns a constant that differs between equal layers, which share one trace."""
+  return 1.0 + sum(map(ord, layer.path)) % 7
 
-  def _Factor(self, x):
-    return 1.0 + sum(map(ord, self.path)) % 7
+
+def _Product(**params):
+  """Returns Params of x w, times a factor that is 1 unless `params` say otherwise."""
+  return faulty_layers.FactorLayer.Params().Set(dim=_DIM, **params)
 
 
 def _Block():
@@ -74,7 +61,7 @@ def _Verify(*middle, loss_weight=_NumTokens, dtype=tf.float64, **options):
     params_init=weight_params.WeightInit.Gaussian(0.2),
     sub=[
       embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
-      *(middle or (_Scaled.Params(), _Block(), dropout.DropoutLayer.Params().Set(keep_prob=0.9))),
+      *(middle or (_Product(), _Block(), dropout.DropoutLayer.Params().Set(keep_prob=0.9))),
       embedding.SimpleFullSoftmax.Params().Set(input_dim=_DIM, num_classes=_VOCAB),
     ],
   )
@@ -119,7 +106,7 @@ def testTiedWeights():
   tied = embedding.SharedSoftmaxLayer.Params().Set(input_dim=_DIM, num_classes=_VOCAB)
   sub = [
     embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
-    *[_Scaled.Params()] * 3,
+    *[_Product()] * 3,
     tied,
   ]
   # Micro-batches of two sizes, which take twice the traces.
@@ -140,12 +127,12 @@ def _OnlyFailures(report, *patterns):
 
 def testALayerThatLooksAtItsPlaceInTheBatch():
   # Each of the micro-batches alone is right.
-  report = _Verify(*[_ByPosition.Params()] * 3, xla=False)
+  report = _Verify(*[_Product(factor=_IsAfterTwo)] * 3, xla=False)
   _OnlyFailures(report, 'loss: micro-batches and whole batch')
 
 
 def testALayerThatLooksAtItsPath():
-  middle = [_Scaled.Params(), _ByPath.Params(), _ByPath.Params()]
+  middle = [_Product(), _Product(factor=_PathNumber), _Product(factor=_PathNumber)]
   assert _Verify(*middle, xla=False, splits=[2, 3, 5]).Failures() == []
   # Now the two are stages of their own, with one trace.
   report = _Verify(*middle, xla=False, num_stages=4, splits=[2, 3, 4, 5])
@@ -165,7 +152,7 @@ def testAnEngineThatAccumulatesWrongly(monkeypatch, dtype, factor):
     right(accumulators, [g * factor if isinstance(g, tf.Tensor) else g for g in grads])
 
   monkeypatch.setattr(stage_math, 'Accumulate', Wrong)
-  report = _Verify(*[_Scaled.Params()] * 3, xla=False, dtype=dtype)
+  report = _Verify(*[_Product()] * 3, xla=False, dtype=dtype)
   _OnlyFailures(report, 'gradients: ')
   worst = max(report.variables, key=report.Error)
   assert worst.relative == pytest.approx(factor - 1, rel=0.1)

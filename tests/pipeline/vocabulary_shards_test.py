@@ -15,7 +15,7 @@ from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
-from tests.toys import stacks
+from tests.toys import stacks, vocabulary_layers
 
 # Slices of three shards differ in size on two devices, and of five on any number. Micro-batches
 # of one size need half of the traces: only the test with _UNEVEN examples has others.
@@ -315,18 +315,11 @@ def testAStepWithoutATaskUpdatesTheShards():
   np.testing.assert_allclose(np.sqrt(squares), 1e-3, rtol=1e-3)
 
 
-class _Shifted(embedding.EmbeddingLayer):
-  """Looks up the next ids."""
-
-  def FProp(self, theta, ids, *extras):
-    return super().FProp(theta, (ids + 1) % _VOCAB, *extras)
-
-
 def testAnEmbeddingOfOnesOwnIsNotSharedOut():
   """It got rows in the place of ids."""
   inputs, side = _Batch()
   sizes = {'vocab_size': _VOCAB, 'embedding_dim': _DIM, 'num_shards': _NUM_SHARDS}
-  sub = [_Shifted.Params().Set(**sizes), *_Sub(_SIMPLE)[1:]]
+  sub = [vocabulary_layers.ShiftedEmbedding.Params().Set(**sizes), *_Sub(_SIMPLE)[1:]]
   stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, vocabulary='shared')
   actual = stacks.Train(stack, inputs, side, _Loss)
   stacks.CheckEqual(actual, stacks.Reference(sub, 2, inputs, side, _Loss))

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map, weight_params
+from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.learning import learner, multi_learner, optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
-from tests.toys import stacks
+from tests import naming
+from tests.toys import layers, stacks
 
 _VOCAB, _DIM = 7, 4
 _TIES = [['layers[3].emb', 'layers[0].emb']]
@@ -198,25 +199,14 @@ def testOneParamsObjectTwiceIsTwoLayers():
     _Params(ties=[], sub=[square, first]).Instantiate()
 
 
-class _Constant(base_layer.BaseLayer):
-  """x times a matrix that is not trainable."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    weight = weight_params.WeightParams([_DIM, _DIM])
-    self.CreateVariable('constant', weight, trainable=False)
-
-  def FProp(self, theta, x):
-    return tf.matmul(x, theta.constant)
-
-
 @pytest.mark.parametrize('turned', [False, True])
 def testATrainableWeightIsNotTiedToAConstant(turned):
   square = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
-  pair = ['layers[0].w', 'layers[1].constant'][:: -1 if turned else 1]
-  words = r'layers\[0\]\.w .*layers\[1\]\.constant is not'
-  with pytest.raises(ValueError, match=words):
-    _Params(sub=[square, _Constant.Params()], ties=[pair]).Instantiate()
+  pair = ['layers[0].w', 'layers[1].w'][:: -1 if turned else 1]
+  frozen = layers.MatrixLayer.Params().Set(dims=(_DIM, _DIM), trainable=False)
+  names = naming.Naming('layers[0].w', 'layers[1].w is not')
+  with pytest.raises(ValueError, match=names):
+    _Params(sub=[square, frozen], ties=[pair]).Instantiate()
 
 
 def testPredictSeesAUsersUpdate():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose forward pass is a function that the test passes, and a table of rows for ids."""
+"""Layers that run a function of the test, a table of rows for ids, and Params of such layers."""
 
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
+from lingvo_gpipe.layers import skip
 
 DIM = 3
 VOCABULARY = 6
@@ -48,6 +49,31 @@ class NoWeightsLayer(base_layer.BaseLayer):
     return self.params.fn(*args)
 
 
+def TanhProduct(w, x, *extras):
+  """Returns tanh(x w) and the further arguments, always as a tuple."""
+  return (tf.tanh(tf.matmul(x, w)), *extras)
+
+
+class MatrixLayer(base_layer.BaseLayer):
+  """fn(w, *args), where w is a random matrix; the default is `TanhProduct`."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('fn', TanhProduct, 'Maps the weight and the arguments to outputs.')
+    p.Define('dims', (DIM, DIM), 'Shape of w.')
+    p.Define('trainable', True, 'Whether w is trainable.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    p = self.params
+    self.CreateVariable('w', weight_params.WeightParams(list(p.dims)), trainable=p.trainable)
+
+  def FProp(self, theta, *args):
+    return self.params.fn(theta.w, *args)
+
+
 class TableLayer(base_layer.BaseLayer):
   """ids [batch] -> rows of a table [batch, dim], and the ids, which are below VOCABULARY."""
 
@@ -63,3 +89,18 @@ class TableLayer(base_layer.BaseLayer):
 
   def FProp(self, theta, ids):
     return tf.gather(theta.table, ids), ids
+
+
+def Without(fn):
+  """Returns Params of a layer that computes fn(*args), without weights."""
+  return NoWeightsLayer.Params().Set(fn=fn)
+
+
+def Stash(key):
+  """Returns Params of a layer at which a skip begins."""
+  return skip.StashLayer.Params().Set(key=key)
+
+
+def Pop(key, combine='add'):
+  """Returns Params of a layer at which a skip ends."""
+  return skip.PopLayer.Params().Set(key=key, combine=combine)

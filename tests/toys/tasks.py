@@ -57,6 +57,29 @@ class TiedNet(task.BaseTask):
     return tf.cast(tf.shape(input_batch.y)[0], input_batch.y.dtype)
 
 
+class StackTask(task.BaseTask):
+  """A pipeline and the mean square of its outputs."""
+
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline.')
+    p.Define('fn', lambda w, y: y, 'Of 1 and the predictions, before the loss is made of them.')
+    return p
+
+  def __init__(self, params):
+    super().__init__(params)
+    self.CreateChild('stack', self.params.stack)
+
+  def PipelineInputs(self, input_batch):
+    return (input_batch.x,)
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    size = tf.cast(tf.shape(predictions)[0], tf.float32)
+    predictions = self.params.fn(1.0, predictions)
+    return {'loss': (tf.reduce_mean(predictions**2), size)}, {}
+
+
 def BatchSpec(batch_size, dtype=tf.float64):
   spec = tf.TensorSpec([batch_size, DIM], dtype)
   return nested_map.NestedMap(x=spec, y=spec)

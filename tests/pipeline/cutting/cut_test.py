@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from lingvo_gpipe.core import base_layer, nested_map, weight_params
 from lingvo_gpipe.layers import linear, sequential, transformer
 from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline import pipelining_layer
@@ -19,47 +18,17 @@ from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import stage_math
-
-
-class _Measured(base_layer.BaseLayer):
-  """x -> x, with the FLOPs and weights of its Params; counts its measurements."""
-
-  measured = 0
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('flops', 0, '')
-    p.Define('num_weights', 0, '')
-    p.Define('fn', None, 'A function that makes layers different.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    if self.params.num_weights:
-      self.CreateVariable('w', weight_params.WeightParams([self.params.num_weights]))
-
-  def FProp(self, theta, x):
-    return x
-
-  @classmethod
-  def FPropMeta(cls, params, x):
-    _Measured.measured += 1
-    return nested_map.NestedMap(flops=params.flops, out_specs=(x,))
-
-
-class _Broken(base_layer.BaseLayer):
-  """Cannot be traced."""
-
-  def FProp(self, theta, x):
-    raise ZeroDivisionError('no')
+from tests import naming
+from tests.toys import layers as toy_layers
+from tests.toys import timed_layers
 
 
 def _Layers(flops, num_weights=None):
   num_weights = num_weights or [0] * len(flops)
   p = sequential.SequentialLayer.Params().Set(name='seq')
   p.sub = [
-    _Measured.Params().Set(flops=f, num_weights=n) for f, n in zip(flops, num_weights, strict=True)
+    timed_layers.Measured.Params().Set(flops=f, num_weights=n)
+    for f, n in zip(flops, num_weights, strict=True)
   ]
   return p.Instantiate().layers
 
@@ -117,40 +86,36 @@ def testBadSplitsAreErrors(splits, words):
 
 
 def testOutputSpecsThatAreNotATupleAreNamed():
-  class Single(_Measured):
-    @classmethod
-    def FPropMeta(cls, params, x):
-      return nested_map.NestedMap(flops=1, out_specs=x)
-
-  p = sequential.SequentialLayer.Params().Set(name='seq', sub=[Single.Params()] * 2)
-  with pytest.raises(ValueError, match='Single.*out_specs') as e:
+  single = timed_layers.Measured.Params().Set(flops=1, gives_tuple=False)
+  p = sequential.SequentialLayer.Params().Set(name='seq', sub=[single] * 2)
+  with pytest.raises(ValueError, match=naming.Naming('Measured', 'out_specs')) as e:
     _Make(p.Instantiate().layers, 2)
   assert 'seq.layers[0]' in ' '.join(e.value.__notes__)
 
 
 def testErrorsNameThePipeline():
   p = pipelining_layer.PipeliningLayer.Params().Set(name='s', num_stages=2)
-  p.sub = [_Measured.Params().Set(flops=1)] * 2
+  p.sub = [timed_layers.Measured.Params().Set(flops=1)] * 2
   for splits, error in (([0, 2], ValueError), ([1, 'x'], TypeError), ([1, 2, 3], ValueError)):
-    with pytest.raises(error, match=r'^s: splits'):
+    with pytest.raises(error, match=naming.Naming('s: splits')):
       p.Instantiate().MakeCut(_SPEC, splits=splits)
-  with pytest.raises(ValueError, match='^s: memory_limit'):
+  with pytest.raises(ValueError, match=naming.Naming('s: memory_limit 1B', 's.layers[0]')):
     p.Copy().Set(memory_limit=1).Instantiate().MakeCut(_SPEC)
 
 
 def testMoreStagesThanLayersIsAnError():
-  with pytest.raises(ValueError, match='5 stages for 4 layers'):
+  with pytest.raises(ValueError, match=naming.Naming('5 stages', '4 layers')):
     _Make(_Layers([1] * 4), 5)
   p = pipelining_layer.PipeliningLayer.Params().Set(name='s', num_stages=3)
-  p.sub = [_Measured.Params().Set(flops=1)] * 2
-  with pytest.raises(ValueError, match='3 stages for 2 layers'):
+  p.sub = [timed_layers.Measured.Params().Set(flops=1)] * 2
+  with pytest.raises(ValueError, match=naming.Naming('3 stages', '2 layers')):
     p.Instantiate().MakeCut(_SPEC)
 
 
 def testUnknownCost():
-  with pytest.raises(ValueError, match="'bytes'.*flops, params, time"):
+  with pytest.raises(ValueError, match=naming.Naming("'bytes'", 'flops', 'params', 'time')):
     _Make(_Layers([1]), 1, by='bytes')
-  with pytest.raises(ValueError, match="'some'.*stage, except_last"):
+  with pytest.raises(ValueError, match=naming.Naming("'some'", 'stage', 'except_last')):
     _Make(_Layers([1]), 1, remat_policy='some')
 
 
@@ -162,10 +127,10 @@ def testLayersWithoutCostAreSpreadEvenly():
 
 
 def testEqualLayersAreMeasuredOnce():
-  _Measured.measured = 0
+  timed_layers.Measured.num_measured = 0
   layers = _Layers([7] * 50 + [8] * 50)
   costs = layer_costs.LayerCosts(layers, [_SPEC]).costs
-  assert _Measured.measured == 2
+  assert timed_layers.Measured.num_measured == 2
   assert [c.flops for c in costs] == [7] * 50 + [8] * 50
   assert [c.path for c in costs] == [f'seq.layers[{i}]' for i in range(100)]
 
@@ -187,7 +152,7 @@ def testFunctionsWithEqualNamesAreDifferentStructures():
 
   first, second = Adder(1), Adder(2)
   p = sequential.SequentialLayer.Params().Set(name='seq')
-  p.sub = [_Measured.Params().Set(fn=fn) for fn in (first, second, first)]
+  p.sub = [timed_layers.Measured.Params().Set(fn=fn) for fn in (first, second, first)]
   keys = [stage_math.StructureKey(layer) for layer in p.Instantiate().layers]
   assert keys[0] != keys[1]
   assert keys[0] == keys[2]
@@ -196,8 +161,8 @@ def testFunctionsWithEqualNamesAreDifferentStructures():
 
 def testNamesAreNotPartOfTheStructure():
   p = sequential.SequentialLayer.Params().Set(name='seq')
-  p.sub = [_Measured.Params().Set(name=name, flops=3) for name in ('a', 'b')]
-  p.sub += [_Measured.Params().Set(name='a', flops=4)]
+  p.sub = [timed_layers.Measured.Params().Set(name=name, flops=3) for name in ('a', 'b')]
+  p.sub += [timed_layers.Measured.Params().Set(name='a', flops=4)]
   keys = [stage_math.StructureKey(layer) for layer in p.Instantiate().layers]
   assert keys[0] == keys[1]
   assert keys[0] != keys[2]
@@ -445,18 +410,23 @@ def testCutsUnderALimitEqualBruteForce(data):
 
 def testABrokenLayerIsNamedAndItsErrorKeepsItsType():
   p = sequential.SequentialLayer.Params().Set(name='seq')
-  p.sub = [_Measured.Params(), _Broken.Params()]
+  p.sub = [
+    timed_layers.Measured.Params(),
+    toy_layers.Without(lambda x: 1 / 0),
+  ]
   with pytest.raises(ZeroDivisionError) as e:
     layer_costs.LayerCosts(p.Instantiate().layers, [_SPEC])
-  assert any('seq.layers[1] (_Broken)' in note for note in e.value.__notes__), e.value.__notes__
+  assert any('seq.layers[1] (NoWeightsLayer)' in note for note in e.value.__notes__), (
+    e.value.__notes__
+  )
 
 
 def testPartitionSequentialLayersReturnsSplits():
   p = sequential.SequentialLayer.Params().Set(name='seq', repeat=2)
-  p.sub = [_Measured.Params().Set(flops=f) for f in (1, 2, 3)]
+  p.sub = [timed_layers.Measured.Params().Set(flops=f) for f in (1, 2, 3)]
   splits = pipelining_layer.PartitionSequentialLayers(p, 2, _SPEC)
   assert splits == [3, 6]
-  flat = [_Measured.Params().Set(flops=f) for f in (1, 2, 3, 4, 5, 6)]
+  flat = [timed_layers.Measured.Params().Set(flops=f) for f in (1, 2, 3, 4, 5, 6)]
   assert pipelining_layer.PartitionSequentialLayers(flat, 2, _SPEC) == [4, 6]
   q = pipelining_layer.PipeliningLayer.Params().Set(name='s', num_stages=2, sub=[p], splits=splits)
   assert q.Instantiate().MakeCut(_SPEC).ends == (3, 6)

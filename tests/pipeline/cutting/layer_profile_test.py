@@ -2,80 +2,33 @@
 """Measuring layers: each kind once, on copies, in training mode."""
 
 import sys
-import time
 
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map, weight_params
+from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import batch_norm, conv, dropout, embedding, flatten, linear, norm, skip
 from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.pipeline.cutting import layer_costs, layer_profile
 from lingvo_gpipe.pipeline.schedule import schedules
+from tests.toys import layers as toy_layers
+from tests.toys import timed_layers
 
 _QUICK = layer_profile.Timing(repeats=1, min_seconds=0.0)
 
 
-class _Sleeper(base_layer.BaseLayer):
-  """(x, *extras) -> (x w, *extras), after a nap; counts the naps of all instances."""
-
-  naps = 0
-  modes = set()
-  # Number of current naps, and the share by which each of them prolongs the other naps.
-  napping = 0
-  snoring = 0.0
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('forward', 0.0, '')
-    p.Define('backward', 0.0, '')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([]))
-
-  def FProp(self, theta, x, *extras):
-    p = self.params
-    _Sleeper.modes.add(self.do_eval)
-
-    def Nap(x, seconds):
-      def Sleep(value):
-        _Sleeper.naps += 1
-        _Sleeper.napping += 1
-        time.sleep(seconds * (1 + _Sleeper.snoring * (_Sleeper.napping - 1)))
-        _Sleeper.napping -= 1
-        return value
-
-      y = tf.py_function(Sleep, [x], x.dtype)
-      y.set_shape(x.shape)
-      return y
-
-    @tf.custom_gradient
-    def Sleepy(x):
-      return Nap(x, p.forward), lambda dy: Nap(dy, p.backward)
-
-    y = Sleepy(x * theta.w)
-    return (y, *extras) if extras else y
+def _Unfold(x):
+  """Returns x, and a nest of floats, integers, bools and None."""
+  values = [tf.sin(x), None, (x > 0,)]
+  return x, nested_map.NestedMap(ids=tf.argmax(x, -1), none=None, parts=values)
 
 
-class _Unfold(base_layer.BaseLayer):
-  """x -> (x, a nest of floats, integers, bools and None)."""
-
-  def FProp(self, theta, x):
-    values = [tf.sin(x), None, (x > 0,)]
-    return x, nested_map.NestedMap(ids=tf.argmax(x, -1), none=None, parts=values)
-
-
-class _Fold(base_layer.BaseLayer):
-  """The outputs of _Unfold -> a tensor; integers have to be indices and bools False."""
-
-  def FProp(self, theta, x, nest):
-    (is_positive,) = nest.parts[2]
-    y = x + tf.where(is_positive, nest.parts[0], tf.zeros_like(x))
-    return tf.gather(y, nest.ids, axis=1, batch_dims=1)
+def _Fold(x, nest):
+  """Takes the outputs of _Unfold; integers have to be indices and bools False."""
+  (is_positive,) = nest.parts[2]
+  y = x + tf.where(is_positive, nest.parts[0], tf.zeros_like(x))
+  return tf.gather(y, nest.ids, axis=1, batch_dims=1)
 
 
 def _Pipeline(sub, **options):
@@ -89,7 +42,7 @@ def _Times(layers, *specs, weights=None, xla=False, timing=_QUICK):
 
 
 def _Sleepers(*naps):
-  return [_Sleeper.Params().Set(forward=f, backward=b) for f, b in naps]
+  return [timed_layers.Sleeper.Params().Set(forward=f, backward=b) for f, b in naps]
 
 
 _SPEC = tf.TensorSpec([4, 8])
@@ -101,7 +54,7 @@ def testMeasuredTimesAreTheNaps():
   (f0, b0), (f1, b1) = _Times(layers, _SPEC, timing=layer_profile.Timing(2, 0.0))
   assert f0 >= 0.02 and f1 >= 0.4
   assert b0 > 2 * f0 and f1 > 2 * b1
-  assert _Sleeper.modes >= {False}
+  assert timed_layers.Sleeper.modes >= {False}
 
 
 def testACutByTime():
@@ -131,10 +84,10 @@ def testACutByTimeWithInputsOfDifferentRanks():
 
 
 def testACutByHandMeasuresNothing():
-  before = _Sleeper.naps
+  before = timed_layers.Sleeper.naps
   sub = _Sleepers((1.0, 1.0), (1.0, 1.0))
   cut = _Pipeline(sub, num_stages=2, partition_by='time', splits=[1, 2]).MakeCut(_SPEC)
-  assert (cut.ends, cut.by, _Sleeper.naps) == ((1, 2), 'flops', before)
+  assert (cut.ends, cut.by, timed_layers.Sleeper.naps) == ((1, 2), 'flops', before)
 
 
 def testEqualLayersAreMeasuredOnce(monkeypatch):
@@ -161,7 +114,9 @@ def testEqualLayersAreMeasuredOnce(monkeypatch):
 
 
 def testNestsBetweenLayers():
-  layers = _Pipeline([_Unfold.Params(), *_Sleepers((0.05, 0.05)), _Fold.Params()]).layers
+  layers = _Pipeline(
+    [toy_layers.Without(_Unfold), *_Sleepers((0.05, 0.05)), toy_layers.Without(_Fold)]
+  ).layers
   (_, nest) = layer_costs.LayerCosts(layers, [_SPEC]).costs[1].out_specs
   dtypes = [t and t.dtype for t in tf.nest.flatten(nest)]
   assert dtypes == [tf.int64, None, tf.float32, None, tf.bool]
@@ -210,16 +165,11 @@ def testLayersBeforeTheFirstTrainedOneHaveNoBackward():
 
 
 def testAnErrorNamesTheLayerAndKeepsItsType():
-  class Broken(linear.LinearLayer):
-    """Traces for its cost, and cannot run."""
-
-    def FProp(self, theta, x):
-      raise ZeroDivisionError('no')
-
-  sub = [Broken.Params().Set(input_dim=8, output_dim=8)]
+  # Its cost is known without a trace.
+  sub = [toy_layers.SilentLayer.Params().Set(fn=lambda w, x: 1 / 0)]
   with pytest.raises(ZeroDivisionError) as e:
     _Times(_Pipeline(sub).layers, _SPEC)
-  assert any('p.layers[0] (Broken)' in note for note in e.value.__notes__)
+  assert any('p.layers[0] (SilentLayer)' in note for note in e.value.__notes__)
 
 
 def testSlowdownOfDevicesThatDisturbEachOther(monkeypatch):
@@ -231,9 +181,9 @@ def testSlowdownOfDevicesThatDisturbEachOther(monkeypatch):
     return layer_profile.MeasureSlowdown(call, layer_costs.Weights(), devices, **options)
 
   assert Slowdown() >= 1
-  monkeypatch.setattr(_Sleeper, 'snoring', 5.0)
+  monkeypatch.setattr(timed_layers.Sleeper, 'snoring', 5.0)
   assert Slowdown() > 2
-  assert _Sleeper.napping == 0
+  assert timed_layers.Sleeper.napping == 0
 
 
 def testTheConstantPartOfAnUpdateIsLeftOut(monkeypatch):

@@ -13,15 +13,13 @@ import pytest
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import fprop_context, heartbeat, nested_map, shapes
-from lingvo_gpipe.experiment import task
+from lingvo_gpipe.core import fprop_context, heartbeat, nested_map
 from lingvo_gpipe.layers import batch_norm, linear
 from lingvo_gpipe.learning import optimizer
-from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.stages import failures
 from lingvo_gpipe.runners import train_runner
 from tests import processes
-from tests.toys import layers, stacks
+from tests.toys import decoding_layers, layers, stacks, tasks
 
 _DIM, _BATCH, _M = layers.DIM, 6, 3
 _LIMIT = 9.0  # What the layers below cannot take.
@@ -125,31 +123,8 @@ def testAtRunTimeUnderAUsersTape(fails, place, stage):
     np.testing.assert_array_equal(a, b)
 
 
-class _Task(task.BaseTask):
-  """Four layers and the mean square of their outputs."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline.')
-    p.Define('fn', lambda w, y: y, 'Of 1 and the predictions, before the loss is made of them.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateChild('stack', self.params.stack)
-
-  def PipelineInputs(self, input_batch):
-    return (input_batch.x,)
-
-  def ComputeLoss(self, theta, predictions, input_batch):
-    size = tf.cast(tf.shape(predictions)[0], tf.float32)
-    predictions = self.params.fn(1.0, predictions)
-    return {'loss': (tf.reduce_mean(predictions**2), size)}, {}
-
-
 def _Runner(sub, *, loss=None, num_replicas=1, **options):
-  p = _Task.Params().Set(name='net')
+  p = tasks.StackTask.Params().Set(name='net')
   p.fn = loss or p.fn
   p.stack.Set(sub=sub, num_stages=3, splits=[1, 2, 4], num_micro_batches=_M)
   p.stack.Set(**{'xla': False, **options})
@@ -558,14 +533,9 @@ def testALaterOneOfEqualStagesIsNamed():
       raise _Mine(f'{x.shape[-1]} columns')
     return tf.concat([x, x], -1)
 
-  class Doubles(layers.SilentLayer):
-    def FProp(self, theta, x):
-      shapes.CheckLastDim(self.path, x, min(x.shape[-1], 2 * _DIM))
-      return tf.concat([x, x], -1)
-
   for layer, error, cause in (
     (layers.SilentLayer.Params().Set(fn=Double), _Mine, '12 columns'),
-    (Doubles.Params(), ValueError, 'stack.layers[2]'),
+    (decoding_layers.DoublingLayer.Params(), ValueError, 'stack.layers[2]'),
   ):
     stack = _Stack([layer] * 4, num_stages=4, splits=[1, 2, 3, 4])
     stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))

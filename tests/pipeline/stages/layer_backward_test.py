@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map, weight_params
-from lingvo_gpipe.layers import dropout, skip
+from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.layers import skip
 from lingvo_gpipe.pipeline.stages import (
   layer_backward,
   leaves,
@@ -21,25 +21,15 @@ from lingvo_gpipe.pipeline.stages import (
   stage_math,
 )
 from tests import graph_reader
-from tests.toys import layers, stacks
+from tests.toys import layers, nested_layers, stacks
 
 pytestmark = pytest.mark.optimized_graphs
 
 _DIM, _N = 8, 6
 
 
-class _Wide(base_layer.BaseLayer):
-  """Two products with a wide, masked layer between."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('a', weight_params.WeightParams([_DIM, 8 * _DIM]))
-    self.CreateVariable('b', weight_params.WeightParams([8 * _DIM, _DIM]))
-    self.CreateChild('drop', dropout.DropoutLayer.Params().Set(keep_prob=0.5))
-
-  def FProp(self, theta, x):
-    h = self.drop.FProp(theta.drop, tf.tanh(tf.matmul(x, theta.a)))
-    return tf.tanh(tf.matmul(h, theta.b))
+def _Wide():
+  return nested_layers.WideLayer.Params().Set(dim=_DIM)
 
 
 def _Math(sub, *, trained=None, needs_dx=True, xla=False):
@@ -85,7 +75,7 @@ def _Shapes(residuals):
 def testEveryTensorIsKeptOnce(xla):
   """A skip that three layers take, and that is the input of the next one, too."""
   pop = skip.PopLayer.Params().Set(key='s')
-  sub = [_Wide.Params(), skip.StashLayer.Params().Set(key='s'), _Wide.Params(), pop, pop, pop]
+  sub = [_Wide(), skip.StashLayer.Params().Set(key='s'), _Wide(), pop, pop, pop]
   math, variables = _Math(sub, xla=xla)
   call, _ = _Call(math, variables)
   _, _, residuals = layer_backward.LayerBackward(math, xla).Forward(call)
@@ -94,7 +84,7 @@ def testEveryTensorIsKeptOnce(xla):
 
 
 def testNothingIsKeptOfLayersBelowTheFirstTrainedOne():
-  sub = [_Wide.Params()] * _N
+  sub = [_Wide()] * _N
   for first in (0, 2, _N - 1):
     mask = [i // 2 >= first for i in range(2 * _N)]
     math, variables = _Math(sub, trained=mask, needs_dx=False)
@@ -122,7 +112,7 @@ def _Backward(sub, tmp_path, **options):
 
 def testALayerWaitsForTheGradientsOfTheOneAbove(tmp_path):
   """Its products, and its random bits, which follow from no gradient."""
-  products, draws = graph_reader.NumProductsBefore(_Backward([_Wide.Params()] * _N, tmp_path))
+  products, draws = graph_reader.NumProductsBefore(_Backward([_Wide()] * _N, tmp_path))
   # Each layer has two again, two for its weights and two for its inputs.
   assert len(products) == 6 * _N
   assert sorted(products)[::6] == [6 * i for i in range(_N)]
@@ -149,7 +139,7 @@ def testALayerThatWaitsKeepsTheSignOfZero():
 
 def testFrozenLayersHaveNoProductsForTheirWeights(tmp_path):
   trained = [False, False, True, False, False, False, True, True]
-  graphs = _Backward([_Wide.Params()] * 4, tmp_path, trained=trained, needs_dx=False)
+  graphs = _Backward([_Wide()] * 4, tmp_path, trained=trained, needs_dx=False)
   # Nothing for the first layer. The second one: two again, one towards its first weight, which is
   # trained, and that one's; nothing towards its input.
   assert graph_reader.NumProducts(graphs) == 0 + (2 + 1 + 1) + (2 + 2) + (2 + 2 + 2)
@@ -161,7 +151,7 @@ def testBackwardOfALayerAtATimeTakesLessMemory():
   inner = batch * 8 * _DIM * 8  # One of the wide tensors of a layer.
   peaks = {}
   for num_layers in (_N // 2, _N):
-    math, variables = _Math([_Wide.Params()] * num_layers, xla=True)
+    math, variables = _Math([_Wide()] * num_layers, xla=True)
     call, sinks = _Call(math, variables, batch)
     by_layer = layer_backward.LayerBackward(math, True)
     y, _, residuals = by_layer.Forward(call)

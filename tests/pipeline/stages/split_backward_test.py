@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map, weight_params
+from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import dropout, embedding, linear
-from tests.toys import layers, stacks
+from tests.toys import layers, random_layer, stacks
 
 # Micro-batches of one size: of two every function would be traced twice (random_stacks_test).
-_BATCH, _DIM = 4, 3
+_BATCH, _DIM = 4, layers.DIM
 # Whole, kept and in halves, with and without recomputation.
 _WAYS = [
   ('gpipe', 'stage'),
@@ -28,33 +28,12 @@ _FOUR_WAYS = _WAYS[1:]
 _THREE_WAYS = _WAYS[1:4]
 
 
-class _Fn(base_layer.BaseLayer):
-  """fn(w, *args), w a square matrix."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('fn', None, 'Maps weight and arguments to outputs.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]))
-
-  def FProp(self, theta, *args):
-    return self.params.fn(theta.w, *args)
-
-
 def _With(fn):
-  return _Fn.Params().Set(fn=fn)
-
-
-def _Without(fn):
-  return layers.NoWeightsLayer.Params().Set(fn=fn)
+  return layers.MatrixLayer.Params().Set(fn=fn)
 
 
 def _Square():
-  return _With(lambda w, x, *extras: (tf.tanh(tf.matmul(x, w)), *extras))
+  return layers.MatrixLayer.Params()
 
 
 def _X():
@@ -193,7 +172,7 @@ def testStagesWithoutWeightsOrWithoutUseOfThem():
   sub = [
     _Square(),
     dropout.DropoutLayer.Params().Set(keep_prob=0.6),
-    _Without(lambda x: x),
+    layers.Without(lambda x: x),
     _With(lambda w, x: tf.tanh(x)),
   ]
   _Check(sub, _THREE_WAYS)
@@ -203,8 +182,8 @@ def testStagesOfIntegersOnly():
   """Neither the first stage nor the second has anything to differentiate."""
   ids = tf.constant(np.random.default_rng(1).integers(0, 5, [_BATCH, 2]), tf.int32)
   sub = [
-    _Without(lambda ids: (ids + 1) % 5),
-    _Without(lambda ids: (ids, ids > 2, None)),
+    layers.Without(lambda ids: (ids + 1) % 5),
+    layers.Without(lambda ids: (ids, ids > 2, None)),
     _With(lambda w, ids, flags, none: (tf.gather(w, ids % 3), flags)),
     _With(lambda w, x, flags: tf.where(flags[..., None], tf.tanh(x), x)[:, 0] @ w),
   ]
@@ -214,8 +193,8 @@ def testStagesOfIntegersOnly():
 def _IntegersBetween():
   return [
     _Square(),
-    _Without(lambda x: tf.cast(x > 0, tf.int32)),
-    _Without(lambda ids: 1 - ids),
+    layers.Without(lambda x: tf.cast(x > 0, tf.int32)),
+    layers.Without(lambda ids: 1 - ids),
     _With(lambda w, ids: tf.gather(w, ids[:, 0])),
     _Square(),
   ]
@@ -232,7 +211,7 @@ def testStagesThatNoGradientReachesCompiledByXla():
   table = _With(lambda w, ids: tf.gather(w, ids))
   to_ids = _With(lambda w, x: tf.argmax(tf.matmul(x, w), -1, tf.int32))
   unused = _With(lambda w, ids: 2 - ids)
-  none = _Without(lambda ids: (ids + 1) % _DIM)
+  none = layers.Without(lambda ids: (ids + 1) % _DIM)
   # With four micro-batches every stage but the first has a forward after its first backward.
   ways = [('1f1b', 'stage'), ('zb_h1', 'none')]
   for sub in ([table, to_ids, none, table], [none, unused, table]):
@@ -252,16 +231,9 @@ def testIntegersThatDependOnFloats():
 
 
 def testFrozenWeights():
-  class Frozen(base_layer.BaseLayer):
-    def __init__(self, params):
-      super().__init__(params)
-      self.CreateVariable('w', weight_params.WeightParams([_DIM, _DIM]), trainable=False)
-      self.CreateVariable('b', weight_params.WeightParams([_DIM]))
-
-    def FProp(self, theta, x):
-      return tf.tanh(tf.matmul(x, theta.w) + theta.b)
-
-  sub = [_Square(), Frozen.Params(), Frozen.Params(), _Square()]
+  # A frozen matrix and a trained bias.
+  frozen = random_layer.RandomLayer.Params().Set(weights=['b'], fixed=True)
+  sub = [_Square(), frozen, frozen, _Square()]
   _Check(sub, _THREE_WAYS, num_micro_batches=2)
 
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.pipeline.stages import weighted_loss
-from tests.toys import layers, stacks
+from tests.toys import aux_loss_layers, layers, stacks
 
 _DIM, _BATCH = layers.DIM, 6
 
@@ -75,15 +74,10 @@ def testALossOfEachExample():
 
 
 def testAnAuxiliaryLossOfEachExample():
-  class Adds(layers.FnLayer):
-    def FProp(self, theta, x):
-      fprop_context.Current().AddAuxLoss(self, x[:, 0], name='a')
-      return x
-
-  loss = stacks.SquareLoss
-  text = _Message(ValueError, lambda: _Train(loss, layer=Adds.Params()))
+  adds = aux_loss_layers.AuxLossLayer.Params().Set(losses=[['a', 1.0, lambda x: x[:, 0]]])
+  text = _Message(ValueError, lambda: _Train(stacks.SquareLoss, layer=adds))
   assert 'stack.layers[0].a: expected a scalar, got float64[2]' in text
-  assert 'in layer stack.layers[0] (Adds)' in text
+  assert 'in layer stack.layers[0] (AuxLossLayer)' in text
 
 
 def testALossWeightOfEachExample():
