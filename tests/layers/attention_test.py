@@ -9,19 +9,18 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import attention
+from tests.toys import layers
 
 BATCH, TIME, DIM = 2, 5, 8
 
 
 def _Make(**values):
   values = {'input_dim': DIM, 'num_heads': 2, 'dtype': tf.float64, **values}
-  layer = attention.MultiHeadedAttention.Params().Set(name='atten', **values).Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(attention.MultiHeadedAttention.Params().Set(name='atten', **values))
 
 
 def _Vectors(seed=0, time=TIME, dtype=tf.float64):
-  return tf.cast(np.random.default_rng(seed).standard_normal([BATCH, time, DIM]), dtype)
+  return layers.RandomInput(BATCH, time, DIM, seed=seed, dtype=dtype)
 
 
 def _Reference(layer, query, key, value, allowed):

@@ -10,16 +10,14 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, fprop_context, layer_state, nested_map
 from lingvo_gpipe.layers import batch_norm
 from lingvo_gpipe.pipeline.stages import micro_batch
-from tests.toys import statistics_layers
+from tests.toys import layers, statistics_layers
 
 _DIM = 3
 
 
 def _Layer(**params):
   params = {'dtype': tf.float64, **params}
-  layer = batch_norm.BatchNormLayer.Params().Set(name='bn', dim=_DIM, **params).Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(batch_norm.BatchNormLayer.Params().Set(name='bn', dim=_DIM, **params))
 
 
 def _X(shape=(7, 5, _DIM), seed=1):
@@ -207,9 +205,7 @@ def testPaddingsOfAnotherShapeRaise():
 
 
 def _Counter(**params):
-  layer = statistics_layers.Counter.Params().Set(name='counts', **params).Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(statistics_layers.Counter.Params().Set(name='counts', **params))
 
 
 def testSeveralCallsInAMicroBatchAddUp():
@@ -270,8 +266,7 @@ def testUpdateOfAnUnknownWeightRaises():
 
 
 def testLayerWithoutStateFromSumsRaises():
-  layer = base_layer.BaseLayer.Params().Set(name='plain').Instantiate()
-  layer.InstantiateVariables()
+  layer = layers.WithVariables(base_layer.BaseLayer.Params().Set(name='plain'))
   with pytest.raises(NotImplementedError, match='BaseLayer reports sums'):
     layer_state.UpdateFromSums(layer, nested_map.NestedMap(count=tf.constant(1.0)))
 

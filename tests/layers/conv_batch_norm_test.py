@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import conv, conv_batch_norm
+from tests.toys import layers
 
 X = np.random.default_rng(0).standard_normal([4, 5, 5, 3])
 
@@ -17,9 +18,7 @@ def _Layer(**values):
   p = conv_batch_norm.ConvBatchNormLayer.Params().Set(
     name='block', dtype=tf.float64, filter_shape=(3, 3, 3, 4), **values
   )
-  layer = p.Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(p)
 
 
 @pytest.mark.parametrize('activation, fn', [('RELU', tf.nn.relu), ('NONE', tf.identity)])

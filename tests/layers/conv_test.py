@@ -9,13 +9,13 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.layers import conv
+from tests.toys import layers
 
 X = np.random.default_rng(0).standard_normal([2, 7, 6, 3])
 
 
 def _Layer(cls, **values):
-  layer = cls.Params().Set(name='conv', dtype=tf.float64, **values).Instantiate()
-  layer.InstantiateVariables()
+  layer = layers.WithVariables(cls.Params().Set(name='conv', dtype=tf.float64, **values))
   rng = np.random.default_rng(1)
   for v in layer.variables:
     v.assign(rng.standard_normal(v.shape))

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import dropout, linear, sequential
-from tests.toys import nested_layers
+from tests.toys import layers, nested_layers
 
 
 def _Make(**values):
@@ -126,8 +126,7 @@ def testWrongBroadcastDimRaises():
 
 def testSiblingsDrawDifferentMasks():
   half = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
-  layer = nested_layers.Pair.Params().Set(name='two', tpl=half).Instantiate()
-  layer.InstantiateVariables()
+  layer = layers.WithVariables(nested_layers.Pair.Params().Set(name='two', tpl=half))
   with fprop_context.Scope(step=1):
     a, b = layer(tf.ones([50, 50]))
   assert 0.4 < np.mean(a == b) < 0.6

@@ -10,13 +10,11 @@ import tensorflow as tf
 from lingvo_gpipe.core import nested_map, weight_params
 from lingvo_gpipe.layers import embedding, linear
 from tests import naming
-from tests.toys import stacks, vocabulary_layers
+from tests.toys import layers, stacks, vocabulary_layers
 
 
 def _Make(cls, **values):
-  layer = cls.Params().Set(name='layer', **values).Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(cls.Params().Set(name='layer', **values))
 
 
 def testEmbeddingLooksUpRows():

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.layers import factorized_reduction
+from tests.toys import layers
 
 
 @pytest.mark.parametrize('height, width', [(6, 4), (5, 7)])
@@ -15,8 +16,7 @@ def testEachPixelCountsOnce(height, width):
   p = factorized_reduction.FactorizedReductionLayer.Params().Set(
     name='reduction', dtype=tf.float64, input_dim=3, output_dim=4
   )
-  layer = p.Instantiate()
-  layer.InstantiateVariables()
+  layer = layers.WithVariables(p)
   x = np.random.default_rng(0).standard_normal([2, height, width, 3])
   y = layer(tf.constant(x)).numpy() * np.sqrt(1 + 1e-3)  # The moving averages are 0 and 1.
   assert y.shape == (2, -(-height // 2), -(-width // 2), 4)

@@ -9,12 +9,11 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import activations, dropout, linear
+from tests.toys import layers
 
 
 def _Make(params, **values):
-  layer = params.Set(name='layer', dtype=tf.float64, **values).Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(params.Set(name='layer', dtype=tf.float64, **values))
 
 
 def _Random(*shape):

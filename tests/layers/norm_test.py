@@ -8,12 +8,11 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.layers import norm
+from tests.toys import layers
 
 
 def _Make(**values):
-  layer = norm.LayerNorm.Params().Set(name='ln', **values).Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(norm.LayerNorm.Params().Set(name='ln', **values))
 
 
 def testNormalisesAndScales():

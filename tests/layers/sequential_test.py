@@ -26,9 +26,7 @@ def _Drop():
 
 
 def _Make(params):
-  layer = params.Set(name='seq').Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(params.Set(name='seq'))
 
 
 def testOutputsAreTheNextArguments():

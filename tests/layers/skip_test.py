@@ -15,8 +15,7 @@ _DIM = 4
 
 
 def _Run(sub, *args):
-  layer = sequential.SequentialLayer.Params().Set(name='seq', sub=sub).Instantiate()
-  layer.InstantiateVariables()
+  layer = layers.WithVariables(sequential.SequentialLayer.Params().Set(name='seq', sub=sub))
   return layer(*args)
 
 
@@ -80,8 +79,7 @@ def testGradientsOfAllPopsAddUp():
     layers.Without(tf.cos),
     layers.Pop('a'),
   ]
-  layer = sequential.SequentialLayer.Params().Set(name='seq', sub=sub).Instantiate()
-  layer.InstantiateVariables()
+  layer = layers.WithVariables(sequential.SequentialLayer.Params().Set(name='seq', sub=sub))
   w = layer.layers[0].vars.w
   with tf.GradientTape(persistent=True) as tape:
     loss = tf.reduce_sum(layer(_X()))
@@ -91,15 +89,12 @@ def testGradientsOfAllPopsAddUp():
 
 
 def _Layer(params):
-  layer = params.Set(name='layer').Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(params.Set(name='layer'))
 
 
 def testDecodingWithSkipsRaises():
   p = sequential.SequentialLayer.Params().Set(name='seq', sub=[layers.Stash('a'), layers.Pop('a')])
-  layer = p.Instantiate()
-  layer.InstantiateVariables()
+  layer = layers.WithVariables(p)
   with pytest.raises(NotImplementedError, match=r"^seq.layers\[0\] \(StashLayer\) .* skip 'a'"):
     layer.Prefill(layer.theta, _X(), max_length=9)
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import attention, norm, sequential, transformer_decoder
+from tests.toys import layers
 
 BATCH, SOURCE_TIME, TIME, DIM, HIDDEN = 2, 5, 6, 8, 12
 
@@ -24,13 +25,11 @@ def _Make(repeat=2, **values):
   layer = sequential.SequentialLayer.Params().Set(
     name='s', sub=[_Params(**values)], repeat=repeat, dtype=tf.float64
   )
-  layer = layer.Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(layer)
 
 
 def _X(time=TIME, seed=0):
-  return tf.constant(np.random.default_rng(seed).standard_normal([BATCH, time, DIM]))
+  return layers.RandomInput(BATCH, time, DIM, seed=seed)
 
 
 def _Source(seed=5):

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import attention, embedding, norm, sequential, transformer
+from tests.toys import layers
 
 BATCH, TIME, DIM, HIDDEN = 2, 6, 8, 12
 
@@ -20,9 +21,7 @@ def _Params(**values):
 
 
 def _Make(**values):
-  layer = _Params(**values).Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(_Params(**values))
 
 
 def _Stack(dtype, fprop_dtype, **values):
@@ -30,13 +29,11 @@ def _Stack(dtype, fprop_dtype, **values):
   stack = sequential.SequentialLayer.Params().Set(
     name='s', sub=[block], repeat=2, dtype=dtype, fprop_dtype=fprop_dtype
   )
-  layer = stack.Instantiate()
-  layer.InstantiateVariables()
-  return layer
+  return layers.WithVariables(stack)
 
 
 def _X(seed=0, time=TIME, dtype=tf.float64):
-  return tf.cast(np.random.default_rng(seed).standard_normal([BATCH, time, DIM]), dtype)
+  return layers.RandomInput(BATCH, time, DIM, seed=seed, dtype=dtype)
 
 
 @pytest.mark.parametrize(('d', 'h'), [(8, 12), (16, 64)])

@@ -44,7 +44,7 @@ _NAMES = {
 
 
 def _X(size=_BATCH):
-  return tf.constant(np.random.default_rng(4).normal(size=[size, _DIM]))
+  return layers.RandomInput(size, _DIM, seed=4)
 
 
 def _Check(sub, *, num_micro_batches=3, dtype=tf.float64, **options):

@@ -6,11 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import embedding, linear
-from tests.toys import stacks
+from tests.toys import stacks, tokens
 
 _BATCH, _TIME, _DIM, _VOCAB = 6, 5, 4, 7
 
@@ -24,28 +22,13 @@ def _Sub(chunk_size=0, head=embedding.SimpleFullSoftmax):
 
 
 def _Batch():
-  rng = np.random.default_rng(3)
-  ids, labels = (tf.constant(rng.integers(0, _VOCAB, [_BATCH, _TIME]), tf.int32) for _ in 'ab')
-  weights = rng.uniform(0.5, 2.0, [_BATCH, _TIME])
-  weights[2:4] = 0.0  # The second of three micro-batches counts nothing: its mean is NaN.
-  return (ids,), nested_map.NestedMap(labels=labels, weights=tf.constant(weights))
-
-
-def _Loss(theta, outputs, side):
-  del theta
-  total = tf.reduce_sum(side.weights)
-  smoothed = embedding.XentLossFromLogits(outputs[0], side.labels, label_smoothing=0.1)
-  hits = embedding.Hits(outputs[0], side.labels)
-  return {
-    'loss': (tf.reduce_sum(smoothed * side.weights) / total, total),
-    'accuracy': (tf.reduce_sum(hits * side.weights) / total, total),
-  }
+  """The second of three micro-batches counts nothing: its mean is NaN."""
+  return tokens.Batch(_VOCAB, _BATCH, _TIME, empty=slice(2, 4))
 
 
 def _Run(stack, inputs, side):
-  stack.Place(stacks.Devices(), *stacks.Specs(inputs), loss_fn=_Loss)
-  sums = stacks.StepFunction(stack)(inputs, side, tf.constant(stacks.STEP, tf.int64))
-  return sums, stacks.Gradients(stack)
+  stack.Place(stacks.Devices(), *stacks.Specs(inputs), loss_fn=tokens.SmoothedXent)
+  return stacks.TakeStep(stack, inputs, side)
 
 
 @functools.cache

@@ -18,16 +18,12 @@ from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import stage_math
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
-from tests.toys import faulty_layers, layers, stacks
+from tests.toys import faulty_layers, layers, stacks, tokens
 
 pytestmark = pytest.mark.optimized_graphs
 
 _BATCH, _TIME, _DIM, _VOCAB = 8, 5, 8, 11
 _SEED, _STEP = 5, 7
-
-
-def _Devices():
-  return [d.name for d in tf.config.list_logical_devices('CPU')]
 
 
 def _Sub(num_blocks=1):
@@ -89,16 +85,6 @@ def _Batch():
   )
 
 
-def _Loss(theta, outputs, side):
-  """Mean cross entropy over the tokens' weights, and another metric."""
-  del theta
-  xent = embedding.XentLossFromLogits(outputs[0], side.labels)
-  weights = tf.cast(side.weights, xent.dtype)
-  total = tf.reduce_sum(weights)
-  loss = tf.math.divide_no_nan(tf.reduce_sum(xent * weights), total)
-  return {'loss': (loss, total), 'max_xent': (tf.reduce_max(xent), tf.ones([], xent.dtype))}
-
-
 def _Inputs(dtype):
   batch = _Batch()
   side = nested_map.NestedMap(labels=batch.labels, weights=batch.weights)
@@ -121,7 +107,7 @@ def _Reference(num_micro_batches, dtype, num_blocks=1):
         for layer in stack.layers:
           args = layer.FProp(layer.theta, *args)
           args = args if isinstance(args, tuple) else (args,)
-      metrics = _Loss(None, args, s)
+      metrics = tokens.Xent(None, args, s)
       objective += metrics['loss'][0] * metrics['loss'][1]
       for name, (value, weight) in metrics.items():
         sums[name].append((float(value * weight), float(weight)))
@@ -135,10 +121,10 @@ def _Reference(num_micro_batches, dtype, num_blocks=1):
 
 def _Place(stack, dtype):
   stack.Place(
-    _Devices(),
+    stacks.Devices(),
     tf.TensorSpec([_BATCH, _TIME], tf.int32),
     tf.TensorSpec([_BATCH, _TIME], dtype),
-    loss_fn=_Loss,
+    loss_fn=tokens.Xent,
   )
 
 
@@ -171,10 +157,6 @@ def _RunStep(stack, dtype, step=_STEP):
   return sums, grads
 
 
-def _GlobalNorm(grads):
-  return np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values()))
-
-
 def _CheckEqual(sums, grads, num_micro_batches, dtype, num_blocks=1):
   """The bounds of `verify`."""
   total, means, expected = _Reference(num_micro_batches, dtype, num_blocks)
@@ -183,7 +165,7 @@ def _CheckEqual(sums, grads, num_micro_batches, dtype, num_blocks=1):
     assert sums[name][0] / sums[name][1] == pytest.approx(mean, rel=1e-12 if precise else 1e-5)
   assert sums['loss'][1] == pytest.approx(total, rel=1e-6)
   assert grads.keys() == expected.keys()
-  norm_of_all = _GlobalNorm(expected)
+  norm_of_all = stacks.GlobalNorm(expected)
   assert norm_of_all > 0
   for path, g0 in expected.items():
     assert np.isfinite(grads[path]).all()
@@ -209,7 +191,7 @@ def testGradientsEqual(num_stages, num_micro_batches, num_blocks, policy):
     _, grads = _RunStep(stack, tf.float64, step=_STEP + 1)
     _, _, expected = _Reference(num_micro_batches, tf.float64, num_blocks)
     error = max(np.abs(grads[path] - g0).max() for path, g0 in expected.items())
-    assert error > 1e-3 * _GlobalNorm(expected)
+    assert error > 1e-3 * stacks.GlobalNorm(expected)
 
 
 # verify_test compiles a transformer in float64, engine_schedules_test other layers.
@@ -236,7 +218,7 @@ def testEvaluateEqualsAPlainForward():
   for layer in stack.layers:
     args = layer.FProp(layer.theta, *args)
     args = args if isinstance(args, tuple) else (args,)
-  loss, total = _Loss(None, args, side)['loss']
+  loss, total = tokens.Xent(None, args, side)['loss']
   assert float(sums['loss'][0] / sums['loss'][1]) == pytest.approx(float(loss), rel=1e-5)
   assert float(sums['loss'][1]) == pytest.approx(float(total), rel=1e-6)
   assert not any(s.accumulators for s in stack.engine.stages)
@@ -263,7 +245,7 @@ def testEqualStagesShareOneTrace():
   train, forward, grads = {}, {}, {}
   for num_stages in (1, 4):
     stack = _EqualLayers(num_stages)
-    stack.Place(_Devices(), tf.TensorSpec([8, 4]), loss_fn=SquareLoss)
+    stack.Place(stacks.Devices(), tf.TensorSpec([8, 4]), loss_fn=SquareLoss)
 
     @tf.function(autograph=False)
     def Step(x, step, stack=stack):
@@ -335,7 +317,7 @@ def testMoreMicroBatchesTakeNoMoreTraces():
     splits = [2 * (k + 1) for k in range(8)]
     stack = _Stack(8, num_micro_batches, sub=[layer] * 16, dtype=tf.float32, splits=splits)
     x = tf.TensorSpec([8, 4])
-    stack.Place(_Devices() * 2, x, loss_fn=stacks.SquareLoss)
+    stack.Place(stacks.Devices() * 2, x, loss_fn=stacks.SquareLoss)
     step = stacks.StepFunction(stack)
     step.get_concrete_function((x,), tf.TensorSpec([8]), tf.TensorSpec([], tf.int64))
     traces.append(stack.engine.functions.num_traces)
@@ -369,7 +351,7 @@ def testStagesOfDifferentFunctionsDoNotShareATrace():
 
   sub = [layers.Without(fn) for fn in (Adder(1.0), Adder(2.0), lambda x: x * 10)]
   stack = _Stack(3, 1, sub=sub, splits=[1, 2, 3])
-  stack.Place(_Devices(), tf.TensorSpec([2]))
+  stack.Place(stacks.Devices(), tf.TensorSpec([2]))
   np.testing.assert_allclose(stack.Predict(tf.ones([2])), [40.0, 40.0])
 
 
@@ -382,7 +364,7 @@ def _Masks(num_stages, num_micro_batches, xla, step=3, dtype=tf.float32):
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.9)
   ends = [4 // num_stages * (k + 1) for k in range(num_stages)]
   stack = _Stack(num_stages, num_micro_batches, sub=[drop] * 4, splits=ends, xla=xla, dtype=dtype)
-  stack.Place(_Devices(), tf.TensorSpec([8, 32], dtype))
+  stack.Place(stacks.Devices(), tf.TensorSpec([8, 32], dtype))
   with fprop_context.Scope(step=step):
     return stack(tf.ones([8, 32], dtype)).numpy() > 0
 
@@ -444,7 +426,7 @@ def _LossesOfTraining(num_stages):
     ids=batch.ids, labels=batch.labels, weights=tf.cast(batch.weights, tf.float32)
   )
   spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
-  trained = train_runner.TrainRunner(p.Instantiate(), _Devices(), spec)
+  trained = train_runner.TrainRunner(p.Instantiate(), stacks.Devices(), spec)
   assert trained.engine.num_stages == num_stages
   return [trained.TrainStep(batch)['loss'] for _ in range(20)]
 

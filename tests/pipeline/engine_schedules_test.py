@@ -16,7 +16,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
-from tests.toys import stacks, timed_layers
+from tests.toys import stacks, timed_layers, tokens
 
 _TIME, _DIM, _VOCAB = 3, 4, 7
 _ONE_A_DEVICE = ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
@@ -41,15 +41,6 @@ def _Sub(num_layers=6):
   ]
 
 
-def _Loss(theta, outputs, side):
-  """Mean cross entropy over the tokens' weights, and another metric."""
-  del theta
-  xent = embedding.XentLossFromLogits(outputs[0], side.labels)
-  total = tf.reduce_sum(side.weights)
-  loss = tf.math.divide_no_nan(tf.reduce_sum(xent * side.weights), total)
-  return {'loss': (loss, total), 'max_xent': (tf.reduce_max(xent), tf.ones([], xent.dtype))}
-
-
 @functools.cache
 def _Batch(size):
   """((ids, paddings), side); the second example's tokens count nothing."""
@@ -64,7 +55,7 @@ def _Batch(size):
 
 @functools.cache
 def _Reference(num_micro_batches, size, num_layers=6):
-  return stacks.Reference(_Sub(num_layers), num_micro_batches, *_Batch(size), _Loss)
+  return stacks.Reference(_Sub(num_layers), num_micro_batches, *_Batch(size), tokens.Xent)
 
 
 def _Stack(schedule, policy, num_stages, num_micro_batches, stages_per_device=1, **options):
@@ -85,7 +76,7 @@ def _Placed(num_stages, stages_per_device=1, xla=False, schedule=''):
   """Returns a placed stack for all schedules with its placement, which share traces of stages."""
   schedule = schedule or ('gpipe' if stages_per_device == 1 else 'looped_bfs')
   stack = _Stack(schedule, 'stage', num_stages, 4, stages_per_device, xla=xla)
-  stack.Place(stacks.Devices(), *stacks.Specs(_Batch(8)[0]), loss_fn=_Loss)
+  stack.Place(stacks.Devices(), *stacks.Specs(_Batch(8)[0]), loss_fn=tokens.Xent)
   return stack
 
 
@@ -96,7 +87,7 @@ def _Retrain(stack, schedule, policy, num_micro_batches, size, **options):
 
 def _Check(stack, size):
   p = stack.params
-  actual = stacks.Train(stack, *_Batch(size), _Loss)
+  actual = stacks.Train(stack, *_Batch(size), tokens.Xent)
   stacks.CheckEqual(actual, _Reference(p.num_micro_batches, size))
 
 
@@ -296,7 +287,7 @@ def testAScheduleOfOnesOwnOfAnotherSize():
     _Stack(schedule, 'stage', 2, 2)
   stack = _Stack(schedule, 'stage', 2, 4)
   with pytest.raises(ValueError, match="'1f1b' .*num_micro_batches 4, .*num_micro_batches 3 "):
-    stacks.Train(stack, *_Batch(3), _Loss)
+    stacks.Train(stack, *_Batch(3), tokens.Xent)
 
 
 # Two devices; the first has the first stage of four and the last, as in a V.
@@ -361,7 +352,7 @@ def testARegisteredScheduleThatMovesItsStages(monkeypatch):
 
   monkeypatch.setitem(schedules._GENERATORS, 'moving', Moving)
   stack = _Stack('moving', 'stage', 2, 2)
-  stack.Place(stacks.Devices(), *stacks.Specs(_Batch(7)[0]), loss_fn=_Loss)
+  stack.Place(stacks.Devices(), *stacks.Specs(_Batch(7)[0]), loss_fn=tokens.Xent)
   words = r"'moving' .*devices \[1, 0\] for 1 micro-b.* on \[0, 1\]"
   with pytest.raises(ValueError, match=words):
     stacks.RunStep(stack.engine, *_MicroBatches(stack, 1), tf.constant(1, tf.int64))

@@ -113,10 +113,6 @@ def _FaultsOf(graph, schedule):
   return faults + [f'unexpected {key}' for key in calls]
 
 
-def _Devices():
-  return [d.name for d in tf.config.list_logical_devices('CPU')]
-
-
 def _Loss(theta, outputs, side):
   del theta, side
   return {'loss': (tf.reduce_sum(outputs[0] ** 2), tf.constant(1.0))}
@@ -141,7 +137,7 @@ def _Stack(
     **options,
   )
   stack = p.Instantiate()
-  stack.Place(_Devices(), tf.TensorSpec([2 * num_micro_batches, _DIM]), loss_fn=_Loss)
+  stack.Place(stacks.Devices(), tf.TensorSpec([2 * num_micro_batches, _DIM]), loss_fn=_Loss)
   return stack
 
 
@@ -288,7 +284,7 @@ _OFFLOADED = [('gpipe', 'none', 2, 4), ('gpipe', 'stage', 2, 4), ('1f1b', 'layer
 def _OffloadedStep(name, policy, k, m, logdir):
   """Returns the executed graph of a step with offload, and its schedule."""
   stack = _Stack(k, m, schedule=name, remat_policy=policy, offload=1.0)
-  stack.engine.host_copies.host_device = _Devices()[-1]
+  stack.engine.host_copies.host_device = stacks.Devices()[-1]
   graphs = [_Graph(partitions) for partitions in _TrainGraphs(stack, logdir)]
   (graph,) = [g for g in graphs if any(n.name.startswith('micro_') for n in g.nodes.values())]
   return graph, stack.engine.TrainingSchedule(m)

@@ -43,9 +43,8 @@ def _Engine(schedule, policy, is_trained):
     * 4,
   )
   stack = p.Instantiate()
-  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
   spec = tf.TensorSpec([8, _DIM], tf.float64)
-  stack.Place(devices, spec, loss_fn=_Loss, weights=layer_costs.Weights(is_trained))
+  stack.Place(stacks.Devices(), spec, loss_fn=_Loss, weights=layer_costs.Weights(is_trained))
   return stack
 
 
@@ -67,10 +66,7 @@ def _Function(stack):
 def _Step(stack):
   """(loss, {path: accumulated gradient}) of one training step."""
   sums = _Function(stack)(tf.constant(1, tf.int64))
-  grads = {}
-  for s in stack.engine.stages:
-    grads.update({path: a.numpy() for path, a in zip(s.trained, s.accumulators, strict=True)})
-  return sums['loss'].numpy(), grads
+  return sums['loss'].numpy(), stacks.Gradients(stack)
 
 
 def _Calls(stack):

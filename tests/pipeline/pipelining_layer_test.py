@@ -32,8 +32,7 @@ def _Fns(*fns):
 def testPathsAndInitialValuesAreTheSequentialLayers():
   sub = _Linears()
   sub[1] = sub[1].Copy().Set(random_seed=1)  # A layer may have a seed of its own.
-  layer = sequential.SequentialLayer.Params().Set(name='stack', sub=sub).Instantiate()
-  layer.InstantiateVariables()
+  layer = layers.WithVariables(sequential.SequentialLayer.Params().Set(name='stack', sub=sub))
   for num_stages in (1, 2, 4):
     stack = _Stack(*sub, num_stages=num_stages)
     stack.Place(stacks.Devices(), _SPEC)

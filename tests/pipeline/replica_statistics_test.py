@@ -66,14 +66,6 @@ def _Place(num_replicas, batch_size, sub=None, **options):
   return stacks.PlaceReplicas(stack, (_X(batch_size),), num_replicas)
 
 
-def _Step(stack, batch_size):
-  side = stacks.ExampleWeights(batch_size)
-  run = stacks.StepFunction(stack)
-  step = tf.constant(stacks.STEP, tf.int64)
-  sums = {name: value.numpy() for name, value in run((_X(batch_size),), side, step).items()}
-  return sums, stacks.Gradients(stack)
-
-
 @pytest.mark.parametrize(
   'num_replicas, num_stages, num_micro_batches, batch_size, schedule, policy',
   [
@@ -93,7 +85,7 @@ def testIsOneReplicaOfLargerMicroBatches(
     schedule=schedule,
     remat_policy=policy,
   )
-  actual = _Step(stack, batch_size)
+  actual = stacks.TakeStep(stack, (_X(batch_size),), stacks.ExampleWeights(batch_size))
   _CheckEqual(stack, actual, num_replicas, num_micro_batches, batch_size)
 
 
@@ -157,7 +149,7 @@ def testImpossibleSettingsAreRefused():
   _Place(1, 8, num_micro_batches=2, xla=True)
   stack = _Place(2, 3, num_micro_batches=2)
   with pytest.raises(ValueError, match='2 replicas .*micro-batches .*got 3'):
-    _Step(stack, 3)
+    stacks.TakeStep(stack, (_X(3),), stacks.ExampleWeights(3))
   with pytest.raises(ValueError, match='compare in one replica'):
     side = stacks.ExampleWeights(3)
     verify.VerifyEngine(stack.engine, [], ((), side), loss_fn=stacks.SquareLoss)

@@ -54,16 +54,9 @@ def _Place(num_replicas, batch_size, **options):
   return stacks.PlaceReplicas(stack, (_X(batch_size),), num_replicas)
 
 
-def _Step(stack, batch_size):
-  side = stacks.ExampleWeights(batch_size)
-  run = stacks.StepFunction(stack)
-  sums = run((_X(batch_size),), side, tf.constant(stacks.STEP, tf.int64))
-  return {name: value.numpy() for name, value in sums.items()}
-
-
 def _CheckStep(stack, num_micro_batches, batch_size):
   """One step against the reference; then every replica has the same gradients and state."""
-  sums = _Step(stack, batch_size)
+  sums, _ = stacks.TakeStep(stack, (_X(batch_size),), stacks.ExampleWeights(batch_size))
   expected, state = _Reference(num_micro_batches, batch_size)
   stacks.CheckEqual((sums, stacks.Gradients(stack)), expected)
   actual = stacks.State(stack)
@@ -194,7 +187,7 @@ def testReplicasShareTheTraces():
   traces = []
   for num_replicas in (1, 2):
     stack = _Place(num_replicas, 8, num_stages=2, num_micro_batches=2 // num_replicas)
-    _Step(stack, 8)
+    stacks.TakeStep(stack, (_X(8),), stacks.ExampleWeights(8))
     traces.append(stack.engine.functions.num_traces)
   assert traces[0] == traces[1]
 

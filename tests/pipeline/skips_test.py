@@ -109,7 +109,7 @@ _FAR_SPLITS = [2, 5, 7, 12]
 
 
 def _X(size=_BATCH):
-  return tf.constant(np.random.default_rng(4).normal(size=[size, _DIM]))
+  return layers.RandomInput(size, _DIM, seed=4)
 
 
 def _CheckWays(sub, ways, **options):
@@ -294,8 +294,7 @@ def testUnderAUsersTape(seed):
   stack = stacks.MakeStack(sub, num_micro_batches=1, **options)
   stack.Place(stacks.Devices(), *stacks.Specs((x,)))
   p = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, dtype=tf.float64)
-  reference = p.Set(random_seed=stacks.SEED).Instantiate()
-  reference.InstantiateVariables()
+  reference = layers.WithVariables(p.Set(random_seed=stacks.SEED))
   results = []
   for layer in (stack, reference):
     with tf.GradientTape() as tape, fprop_context.Scope(step=3):
@@ -321,8 +320,7 @@ def testPredictAndEvaluate():
     loss_fn=stacks.SquareLoss,
   )
   p = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, dtype=tf.float64)
-  reference = p.Set(random_seed=stacks.SEED).Instantiate()
-  reference.InstantiateVariables()
+  reference = layers.WithVariables(p.Set(random_seed=stacks.SEED))
   y = reference(x)
   np.testing.assert_allclose(stack.Predict(x), y, rtol=1e-12)
   loss = stacks.SquareLoss(None, (y,), side)['loss'][0]
@@ -339,8 +337,7 @@ def testPlansKnowTheShapes(seed):
   stack = stacks.MakeStack(sub, num_micro_batches=1, **options)
   cut = stack.MakeCut(tf.TensorSpec([_BATCH], tf.int32))
   layer = sequential.SequentialLayer.Params().Set(name='stack', sub=sub, dtype=tf.float64)
-  layer = layer.Set(random_seed=1).Instantiate()
-  layer.InstantiateVariables()
+  layer = layers.WithVariables(layer.Set(random_seed=1))
   args, skips = (_Ids(),), nested_map.NestedMap()
   for child, cost in zip(layer.layers, cut.layers, strict=True):
     outputs, stashed = child.FPropSkips(child.theta, skips, *args)

@@ -65,8 +65,7 @@ def _Objective(outputs):
 
 def _Reference(args, num_micro_batches, batch_dim=0, step=5, do_eval=False, num_layers=2):
   """Outputs and gradients of the SequentialLayer, micro-batch by micro-batch."""
-  layer = _Params(sequential.SequentialLayer, num_layers).Instantiate()
-  layer.InstantiateVariables()
+  layer = layers.WithVariables(_Params(sequential.SequentialLayer, num_layers))
   weights = layer.VariablesByPath()
   floats = [args[0], args[1].others[0]]
   with tf.GradientTape() as tape:

@@ -11,7 +11,7 @@ from lingvo_gpipe.core import nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, transformer
 from lingvo_gpipe.pipeline import pipelining_layer, verify
 from lingvo_gpipe.pipeline.stages import stage_math
-from tests.toys import faulty_layers
+from tests.toys import faulty_layers, stacks
 
 _BATCH, _TIME, _DIM, _VOCAB = 6, 5, 8, 11
 
@@ -66,12 +66,11 @@ def _Verify(*middle, loss_weight=_NumTokens, dtype=tf.float64, **options):
     ],
   )
   layer = layer.Set(**options).Instantiate()
-  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
   rng = np.random.default_rng(0)
   ids, labels = (tf.constant(rng.integers(0, _VOCAB, [_BATCH, _TIME]), tf.int32) for _ in '12')
   weights = tf.constant(rng.uniform(size=[_BATCH, _TIME]) * [[1], [0.1], [0.2], [1], [0], [0]])
   side = nested_map.NestedMap(labels=labels, weights=tf.cast(weights, dtype))
-  layer.Place(devices, tf.TensorSpec([_BATCH, _TIME], tf.int32), loss_fn=_Loss)
+  layer.Place(stacks.Devices(), tf.TensorSpec([_BATCH, _TIME], tf.int32), loss_fn=_Loss)
   before = {path: v.numpy() for path, v in layer.VariablesByPath().items()}
   report = verify.Verify(layer, (ids,), side, loss_fn=_Loss, loss_weight=loss_weight, step=3)
   for path, variable in layer.VariablesByPath().items():

@@ -15,7 +15,7 @@ from lingvo_gpipe.layers import dropout, embedding, linear
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
-from tests.toys import stacks, vocabulary_layers
+from tests.toys import stacks, tokens, vocabulary_layers
 
 # Slices of three shards differ in size on two devices, and of five on any number. Micro-batches
 # of one size need half of the traces: only the test with _UNEVEN examples has others.
@@ -43,21 +43,7 @@ def _Sub(head, num_shards=_NUM_SHARDS):
 
 
 def _Batch(seed=3, size=_BATCH, vocab_size=_VOCAB):
-  rng = np.random.default_rng(seed)
-  ids, labels = (tf.constant(rng.integers(0, vocab_size, [size, _TIME]), tf.int32) for _ in 'ab')
-  weights = rng.uniform(0.5, 2.0, [size, _TIME])
-  return (ids,), nested_map.NestedMap(labels=labels, weights=tf.constant(weights))
-
-
-def _Loss(theta, outputs, side):
-  del theta
-  total = tf.reduce_sum(side.weights)
-  xent = embedding.XentLossFromLogits(outputs[0], side.labels, label_smoothing=0.1)
-  hits = embedding.Hits(outputs[0], side.labels)
-  return {
-    'loss': (tf.reduce_sum(xent * side.weights) / total, total),
-    'accuracy': (tf.reduce_sum(hits * side.weights) / total, total),
-  }
+  return tokens.Batch(vocab_size, size, _TIME, seed=seed)
 
 
 def _Place(sub, num_replicas=1, is_trained=None, size=_BATCH, **options):
@@ -65,7 +51,7 @@ def _Place(sub, num_replicas=1, is_trained=None, size=_BATCH, **options):
   stack.Place(
     stacks.Devices()[: stack.num_devices * num_replicas],
     *stacks.Specs(_Batch(size=size)[0]),
-    loss_fn=_Loss,
+    loss_fn=tokens.SmoothedXent,
     weights=layer_costs.Weights(is_trained),
     num_replicas=num_replicas,
   )
@@ -107,7 +93,7 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, size, o
   actual = {name: value.numpy() for name, value in sums.items()}, stacks.Gradients(stack)
   ties = options.get('ties', ())
   num_micro_batches = options['num_micro_batches'] * num_replicas
-  expected = stacks.Reference(sub, num_micro_batches, inputs, side, _Loss, ties=ties)
+  expected = stacks.Reference(sub, num_micro_batches, inputs, side, tokens.SmoothedXent, ties=ties)
   stacks.CheckEqual(actual, expected)
   if 'offload' in options:
     offloaded = stack.engine.TrainingSchedule(num_micro_batches).offloaded
@@ -138,7 +124,7 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, size, o
   np.testing.assert_allclose(stack.Predict(*inputs), logits, rtol=1e-9)
   np.testing.assert_allclose(stack(*inputs), logits, rtol=1e-9)
   evaluated = stacks.Evaluate(stack, inputs, side)
-  expected_sums = _Loss(None, (logits,), side)
+  expected_sums = tokens.SmoothedXent(None, (logits,), side)
   for name, (value, weight) in expected_sums.items():
     np.testing.assert_allclose(evaluated[name], [value * weight, weight], rtol=1e-9)
 
@@ -156,7 +142,9 @@ def testFrozenWeights(trained):
   inputs, side = _Batch()
   sums = stacks.StepFunction(stack)(inputs, side, tf.constant(stacks.STEP, tf.int64))
   actual = {name: value.numpy() for name, value in sums.items()}, stacks.Gradients(stack)
-  expected = stacks.Reference(_Sub(_SIMPLE), 1, inputs, side, _Loss, is_trained=IsTrained)
+  expected = stacks.Reference(
+    _Sub(_SIMPLE), 1, inputs, side, tokens.SmoothedXent, is_trained=IsTrained
+  )
   assert expected[1]
   stacks.CheckEqual(actual, expected)
 
@@ -167,10 +155,10 @@ def testGradientsOfATape():
   (ids,), side = _Batch()
   weights = stack.trainable_variables
   with tf.GradientTape() as tape:
-    loss = _Loss(None, (stack(ids),), side)['loss'][0]
+    loss = tokens.SmoothedXent(None, (stack(ids),), side)['loss'][0]
   plain, theta = stacks.PlainLayers(_Sub(_SIMPLE))
   with tf.GradientTape() as plain_tape:
-    expected = _Loss(None, (plain.FProp(theta(), ids),), side)['loss'][0]
+    expected = tokens.SmoothedXent(None, (plain.FProp(theta(), ids),), side)['loss'][0]
   grads = zip(
     tape.gradient(loss, weights), plain_tape.gradient(expected, plain.variables), strict=True
   )
@@ -284,7 +272,12 @@ def testTheCutCountsEachShardOnce():
 
 def testLossesThatUseWeightsOfTheSoftmaxAreRefused():
   def Loss(theta, outputs, side):
-    return {'loss': (_Loss(None, outputs, side)['loss'][0] + theta[-1].shards[0].linear.b[0], 1.0)}
+    return {
+      'loss': (
+        tokens.SmoothedXent(None, outputs, side)['loss'][0] + theta[-1].shards[0].linear.b[0],
+        1.0,
+      )
+    }
 
   stack = stacks.MakeStack(_Sub(_SIMPLE), num_stages=2, num_micro_batches=2, vocabulary='shared')
   inputs, side = _Batch()
@@ -321,8 +314,8 @@ def testAnEmbeddingOfOnesOwnIsNotSharedOut():
   sizes = {'vocab_size': _VOCAB, 'embedding_dim': _DIM, 'num_shards': _NUM_SHARDS}
   sub = [vocabulary_layers.ShiftedEmbedding.Params().Set(**sizes), *_Sub(_SIMPLE)[1:]]
   stack = stacks.MakeStack(sub, num_stages=2, num_micro_batches=2, vocabulary='shared')
-  actual = stacks.Train(stack, inputs, side, _Loss)
-  stacks.CheckEqual(actual, stacks.Reference(sub, 2, inputs, side, _Loss))
+  actual = stacks.Train(stack, inputs, side, tokens.SmoothedXent)
+  stacks.CheckEqual(actual, stacks.Reference(sub, 2, inputs, side, tokens.SmoothedXent))
 
 
 if __name__ == '__main__':

@@ -16,7 +16,7 @@ from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_
 from lingvo_gpipe.pipeline.stages import shared_functions, vocabulary_slices
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
-from tests.toys import stacks
+from tests.toys import stacks, tokens
 
 # No number of classes here divides by the number of devices. Micro-batches of one size need half of
 # the traces: only the test with _UNEVEN examples has others.
@@ -37,11 +37,8 @@ def _Stack(head, **options):
 
 @functools.cache
 def _Batch(size=_BATCH):
-  rng = np.random.default_rng(3)
-  ids, labels = (tf.constant(rng.integers(0, _VOCAB, [size, _TIME]), tf.int32) for _ in 'ab')
-  weights = rng.uniform(0.5, 2.0, [size, _TIME])
-  weights[2:4] = 0.0  # The second of four micro-batches counts nothing: its mean is NaN.
-  return (ids,), nested_map.NestedMap(labels=labels, weights=tf.constant(weights))
+  """The second of four micro-batches counts nothing: its mean is NaN."""
+  return tokens.Batch(_VOCAB, size, _TIME, empty=slice(2, 4))
 
 
 def _Loss(theta, outputs, side):

@@ -18,10 +18,6 @@ _VOCAB, _DIM = 7, 4
 _TIES = [['layers[3].emb', 'layers[0].emb']]
 
 
-def _Devices():
-  return [d.name for d in tf.config.list_logical_devices('CPU')]
-
-
 def _Params(**values):
   p = pipelining_layer.PipeliningLayer.Params().Set(
     name='stack', num_micro_batches=4, xla=False, dtype=tf.float64, ties=_TIES
@@ -61,21 +57,13 @@ def _Train(stack, step=3):
 
 def _Placed(**values):
   stack = _Params(**values).Instantiate()
-  stack.Place(_Devices(), tf.TensorSpec([8, 3], tf.int32), loss_fn=_Loss)
+  stack.Place(stacks.Devices(), tf.TensorSpec([8, 3], tf.int32), loss_fn=_Loss)
   return stack
-
-
-def _Gradients(stack):
-  gradients = {}
-  for s in stack.engine.stages:
-    gradients.update({p: a.numpy() for p, a in zip(s.trained, s.accumulators, strict=True)})
-  return gradients
 
 
 def _Reference():
   """(sum of losses, gradients) with one tensor in both places, micro-batch by micro-batch."""
-  stack = _Params(ties=[]).Instantiate()
-  stack.InstantiateVariables()
+  stack = layers.WithVariables(_Params(ties=[]))
   variables = stack.VariablesByPath()
   table = variables['stack.layers[0].emb']
   del variables['stack.layers[3].emb']
@@ -115,7 +103,7 @@ def testGradientIsTheSumOverBothUses(splits, schedule):
   total, expected = _Reference()
   loss = _Train(stack)
   np.testing.assert_allclose(float(loss[0]), total, rtol=1e-12)
-  grads = _Gradients(stack)
+  grads = stacks.Gradients(stack)
   assert set(grads) == set(expected)
   for path, grad in expected.items():
     np.testing.assert_allclose(grads[path], grad, rtol=0, atol=1e-12)
@@ -185,14 +173,14 @@ def testOneParamsObjectTwiceIsTwoLayers():
   """Sharing is asked for by ties; a layer instead of its Params is refused."""
   square = linear.LinearLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
   stack = _Params(ties=[], sub=[square, square], num_stages=2, splits=[1, 2]).Instantiate()
-  stack.Place(_Devices(), tf.TensorSpec([8, _DIM], tf.float64))
+  stack.Place(stacks.Devices(), tf.TensorSpec([8, _DIM], tf.float64))
   first, second = stack.layers
   assert first.vars.w.device != second.vars.w.device
   assert np.any(first.vars.w.numpy() != second.vars.w.numpy())
   assert stack.NumParams() == 2 * _DIM * _DIM
   ties = [['layers[1].w', 'layers[0].w']]
   tied = _Params(ties=ties, sub=[square, square], num_stages=2, splits=[1, 2]).Instantiate()
-  tied.Place(_Devices(), tf.TensorSpec([8, _DIM], tf.float64))
+  tied.Place(stacks.Devices(), tf.TensorSpec([8, _DIM], tf.float64))
   np.testing.assert_array_equal(*(layer.vars.w for layer in tied.layers))
   assert tied.NumParams() == _DIM * _DIM
   with pytest.raises(ValueError, match='sub .* Params'):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that run a function of the test, a table of rows for ids, and Params of such layers."""
+"""Layers that run a function of the test, a table of rows for ids, and inputs of such layers."""
 
+import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, nested_map, weight_params
@@ -89,6 +90,18 @@ class TableLayer(base_layer.BaseLayer):
 
   def FProp(self, theta, ids):
     return tf.gather(theta.table, ids), ids
+
+
+def WithVariables(params):
+  """Returns a layer with its variables."""
+  layer = params.Instantiate()
+  layer.InstantiateVariables()
+  return layer
+
+
+def RandomInput(*shape, seed=0, dtype=tf.float64):
+  """Returns normally distributed numbers."""
+  return tf.cast(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def Without(fn):

@@ -121,6 +121,12 @@ def StepFunction(stack, num_micro_batches=None):
   return Step
 
 
+def TakeStep(stack, inputs, side, step=STEP):
+  """Takes one training step of a placed stack; returns (sums, gradients) of the engine."""
+  sums = StepFunction(stack)(inputs, side, tf.constant(step, tf.int64))
+  return {name: value.numpy() for name, value in sums.items()}, Gradients(stack)
+
+
 def Train(stack, inputs, side, loss_fn=SquareLoss, *, step=STEP, is_trained=None, policy=None):
   """Places the stack and trains; returns (sums, gradients) of the engine.
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lingvo_gpipe.pipeline.cost import partitioner, simulator
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from tests.toys import simulations
 
 Costs, Simulate, Sizes = simulator.Costs, simulator.Simulate, simulator.ActivationSizes
 Kind = schedules.Kind
@@ -25,9 +26,7 @@ _SEVERAL_STAGES_A_DEVICE = ('interleaved_1f1b', 'looped_bfs')
 def _Get(name, k, m, v=2):
   if name in schedules.IN_ROUNDS:
     m = -(-m // k) * k
-  if not schedules.TakesStagesPerDevice(name, v):
-    v = 1
-  return schedules.Get(name, k * v, m, k)
+  return simulations.Get(name, k, m, v)
 
 
 # Formulas and tables of the papers.

@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 import sys
 
@@ -13,6 +12,7 @@ import pytest
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.profiling import measured_schedule
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
+from tests.toys import simulations
 
 _M = 4
 _SCHEDULES = {'gpipe': 3, '1f1b_fused': 3, 'zb_h1': 2, 'interleaved_1f1b': 4}
@@ -40,12 +40,7 @@ def _Simulated(name, policy, trained=None):
 
 
 def _AsMeasured(result, step=1, origin=100.0):
-  """Returns the measurement of a simulated step; a recomputation is part of its action."""
-  times = {}
-  for span in itertools.chain(*result.timeline):
-    start = times.get(span.action, (origin + span.start,))[0]
-    times[span.action] = (start, origin + span.end)
-  return measured_schedule.Measured(result.schedule, step, times)
+  return simulations.AsMeasured(result, step, origin)
 
 
 @pytest.mark.parametrize('name', list(_SCHEDULES))

@@ -10,18 +10,12 @@ import pytest
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.profiling import measured_schedule, timeline_html
 from lingvo_gpipe.pipeline.schedule import schedules
+from tests.toys import simulations
 
 
 def _Simulated(policy):
   schedule = schedules.Get('interleaved_1f1b', 4, 4, 2)
   return simulator.Simulate(schedule, simulator.Costs(0.001), remat_policy=policy)
-
-
-def _AsMeasured(result, step):
-  times = {}
-  for span in itertools.chain(*result.timeline):
-    times[span.action] = (times.get(span.action, (span.start,))[0], span.end)
-  return measured_schedule.Measured(result.schedule, step, times)
 
 
 def _Rects(page):
@@ -37,7 +31,7 @@ def _Rects(page):
 
 def testEachActionIsDrawnToScaleInItsRow():
   result = _Simulated('none')
-  drawn = [(_AsMeasured(result, step), result) for step in (5, 6)]
+  drawn = [(simulations.AsMeasured(result, step), result) for step in (5, 6)]
   times = measured_schedule.MeanTimes([m for m, _ in drawn])
   page = timeline_html.MakePage('Steps <5 & 6>', ['a < b'], drawn, ['CPU:0', 'CPU:1'], times)
   rects = _Rects(page)
@@ -61,13 +55,15 @@ def testEachActionIsDrawnToScaleInItsRow():
 
 def testASimulatedRecomputationIsASeparateRect():
   result = _Simulated('except_last')
-  page = timeline_html.MakePage('', [], [(_AsMeasured(result, 1), result)], ['a', 'b'], {})
+  page = timeline_html.MakePage(
+    '', [], [(simulations.AsMeasured(result, 1), result)], ['a', 'b'], {}
+  )
   assert _Rects(page)['recompute', 1].keys() == {f'{k}B{m}' for k in range(4) for m in range(3)}
 
 
 def testTheLastPictureIsAFileOfItsOwn():
   result = _Simulated('none')
-  drawn = [(_AsMeasured(result, step), result) for step in (5, 6)]
+  drawn = [(simulations.AsMeasured(result, step), result) for step in (5, 6)]
   page = timeline_html.MakePage('', [], drawn, ['a', 'b'], {})
   picture = timeline_html.LastPicture(page)
   assert _Rects(picture) == {key: row for key, row in _Rects(page).items() if key[1] == 6}

@@ -7,12 +7,9 @@ import sys
 import pytest
 
 from lingvo_gpipe.pipeline.schedule import actions, offload, schedules
+from tests.toys import simulations
 
 Kind = actions.Kind
-
-
-def _Get(name, k, m):
-  return schedules.Get(name, 2 * k if schedules.TakesStagesPerDevice(name, 2) else k, m, k)
 
 
 def _NumCopies(schedule):
@@ -32,7 +29,7 @@ def testAnyScheduleTakesCopies(name):
   for k, m, share in itertools.product((1, 2, 4), (1, 4, 8), (0.3, 0.5, 1.0)):
     if name in schedules.IN_ROUNDS and m % k:
       continue
-    plain = _Get(name, k, m)
+    plain = simulations.Get(name, k, m)
     changed = offload.WithOffload(plain, share).Validate()
     assert changed.ToText(for_torch=True) == plain.ToText(for_torch=True)
     assert changed.name == plain.name
@@ -64,7 +61,7 @@ def testCopiesBackMayBeginEarlier():
 def testMoreOffloadNeverHoldsMore():
   for name in ('gpipe', '1f1b', 'interleaved_1f1b', 'v_half'):
     held = [
-      offload.WithOffload(_Get(name, 4, 12), share).DevicePeakActivations()
+      offload.WithOffload(simulations.Get(name, 4, 12), share).DevicePeakActivations()
       for share in (0, 0.25, 0.5, 0.75, 1)
     ]
     for less, more in itertools.pairwise(held):

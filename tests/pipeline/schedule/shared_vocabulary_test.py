@@ -8,20 +8,16 @@ import pytest
 
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.schedule import schedules, shared_vocabulary
+from tests.toys import simulations
 
 _NAMES = [name for name in schedules.Names() if name != 'forward_only']
-
-
-def _Get(name, num_devices, num_micro_batches):
-  per_device = 1 if not schedules.TakesStagesPerDevice(name, 2) else 2
-  return schedules.Get(name, per_device * num_devices, num_micro_batches, num_devices)
 
 
 @pytest.mark.parametrize('name', _NAMES)
 @pytest.mark.parametrize('num_devices, num_micro_batches', [(1, 2), (2, 2), (4, 8)])
 def testEverySchedule(name, num_devices, num_micro_batches):
   try:
-    schedule = _Get(name, num_devices, num_micro_batches)
+    schedule = simulations.Get(name, num_devices, num_micro_batches)
   except ValueError as e:
     pytest.skip(str(e))
   shared = shared_vocabulary.Share(schedule)  # It validates the result.

@@ -37,7 +37,7 @@ def _Square():
 
 
 def _X():
-  return tf.constant(np.random.default_rng(4).normal(size=[_BATCH, _DIM]))
+  return layers.RandomInput(_BATCH, _DIM, seed=4)
 
 
 def _Check(sub, ways, *inputs, xla=False, splits=None, num_micro_batches=1):
