@@ -123,13 +123,15 @@ def testTextIsCheckedWhenItIsSet(path, good, bad):
 
 
 def testValuesFromCodeAreCheckedAtInstantiate():
-  with pytest.raises(ValueError, match="_Layer 'l': size .*at least 1 .*got 0"):
+  with pytest.raises(
+    ValueError, match=naming.Naming('_Layer', "'l'", 'size', 'at least 1', 'got 0')
+  ):
     _Params().Instantiate()
   p = _Params().Set(size=2, seed='x')
-  with pytest.raises(ValueError, match="seed expects .* or None, got 'x'"):
+  with pytest.raises(ValueError, match=naming.Naming('_Layer', 'seed', 'None', "'x'")):
     p.Instantiate()
   p.Set(seed=None, plain='any', **{'inner.rate': -1})
-  with pytest.raises(ValueError, match="'l': inner.rate .*above 0, got -1"):
+  with pytest.raises(ValueError, match=naming.Naming('_Layer', 'inner.rate', 'above 0', 'got -1')):
     p.Copy().Instantiate()
   p.inner.rate = 0.5
   assert p.Instantiate().params.plain == 'any'

@@ -211,7 +211,7 @@ def testNumPyScalarsCountAsNumbers():
     assert 'np' not in text and params_text.ParseValue(text, None, 'x') == value
     assert literals.TypeName(value) == type(value.item()).__name__
   assert params_text.ParseValue('2', numpy.float32(1), 'x') == 2.0
-  with pytest.raises(ValueError, match='expects bool'):
+  with pytest.raises(ValueError, match=naming.Naming('x', 'bool', "'2'")):
     params_text.ParseValue('2', numpy.bool_(True), 'x')
 
 
@@ -223,7 +223,9 @@ def testClassesLocalToAFunction():
   text = literals.WriteValue(Local(2))
   assert params_text.ParseValue(text, Local(1), 'x') == Local(2)
   assert params_text.ParseValue(literals.WriteValue(Local), Local, 'x') is Local
-  with pytest.raises(ValueError, match='local or a lambda'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('x', 'testClassesLocalToAFunction.<locals>.Local', 'lambda')
+  ):
     params_text.ParseValue(literals.WriteValue(Local), None, 'x')
 
 

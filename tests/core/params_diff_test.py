@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from lingvo_gpipe.core import hyperparams, params_diff
+from tests import naming
 
 
 def _Params(**values):
@@ -57,7 +58,7 @@ def testEveryDifferenceIsFoundForAnyValues(a, b):
 
 
 def testInvalidTextRaises():
-  with pytest.raises(ValueError, match='form key:value'):
+  with pytest.raises(ValueError, match=naming.Naming("'nonsense'", 'key:value')):
     params_diff.FindChanges('a : 1\n', 'nonsense')
 
 

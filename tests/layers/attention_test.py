@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import attention
+from tests import naming
 from tests.toys import layers
 
 BATCH, TIME, DIM = 2, 5, 8
@@ -193,21 +194,25 @@ def testDecodingErrorsNameTheLayer():
   x, paddings = _Vectors(), tf.zeros([BATCH, TIME])
   vectors = [x[:, :1]] * 3
   layer = _Make()
-  with pytest.raises(NotImplementedError, match='^atten: .* not causal cannot decode'):
+  with pytest.raises(NotImplementedError, match=naming.Naming('atten', 'not causal', 'is_causal')):
     layer.Prefill(layer.theta, x, x, x, max_length=9)
   layer = _Make(is_causal=True)
-  with pytest.raises(ValueError, match='^atten: .*5 positions .* max_length 4'):
+  with pytest.raises(ValueError, match=naming.Naming('atten', '5 positions', 'max_length 4')):
     layer.Prefill(layer.theta, x, x, x, max_length=4)
   _, states = layer.Prefill(layer.theta, x, x, x, max_length=6)
-  with pytest.raises(ValueError, match='^atten: time_step 6 .*6 positions'):
+  with pytest.raises(ValueError, match=naming.Naming('atten', 'time_step 6', '6 positions')):
     layer.ExtendStep(layer.theta, states, *vectors, time_step=6)
-  with pytest.raises(ValueError, match=r'^atten: query_vec must have shape \[2, 1, \?\], got'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('atten', 'query_vec', '[2, 1, ?]', '[2, 5, 8]')
+  ):
     layer.ExtendStep(layer.theta, states, x, x, x, time_step=5)
-  with pytest.raises(ValueError, match=r'^atten: query_vec must have shape \[2, 1, \?\], got'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('atten', 'query_vec', '[2, 1, ?]', '[1, 1, 8]')
+  ):
     layer.ExtendStep(layer.theta, states, *[x[:1, :1]] * 3, time_step=5)
-  with pytest.raises(ValueError, match='^atten: .*paddings.* Prefill'):
+  with pytest.raises(ValueError, match=naming.Naming('atten', 'paddings', 'Prefill')):
     layer.ExtendStep(layer.theta, states, *vectors, paddings[:, :1], time_step=5)
-  with pytest.raises(NotImplementedError, match='^atten: .* not causal cannot decode'):
+  with pytest.raises(NotImplementedError, match=naming.Naming('atten', 'not causal', 'is_causal')):
     _Make().ExtendStep(layer.theta, states, *vectors, time_step=5)
 
 
@@ -221,28 +226,30 @@ def testMask():
 
 
 @pytest.mark.parametrize(
-  ('args', 'message'),
+  ('args', 'names'),
   [
-    ([(2, 5, 8), (2, 5, 7), (2, 5, 8)], 'atten: the last dim.*key_vec must be 8'),
-    ([(2, 5, 8), (2, 4, 8), (2, 5, 8)], r'atten: value_vec .*\[2, 4, 8\]'),
-    ([(5, 8), (2, 5, 8), (2, 5, 8)], r'atten: query_vec .*rank 3, .*\[5, 8\]'),
-    ([(2, 5, 8), (2, 4, 8), (2, 4, 8)], 'causal attention .* got 5 and 4'),
-    ([(2, 5, 8), (2, 5, 8), (2, 5, 8), (2, 4)], r'paddings .*\[2, 5\], got'),
+    ([(2, 5, 8), (2, 5, 7), (2, 5, 8)], ['key_vec', 8, '[2, 5, 7]']),
+    ([(2, 5, 8), (2, 4, 8), (2, 5, 8)], ['value_vec', '[2, 4, 8]', 'got shape [2, 5, 8]']),
+    ([(5, 8), (2, 5, 8), (2, 5, 8)], ['query_vec', 'rank 3', '[5, 8]']),
+    ([(2, 5, 8), (2, 4, 8), (2, 4, 8)], ['causal', 'got 5 and 4']),
+    ([(2, 5, 8), (2, 5, 8), (2, 5, 8), (2, 4)], ['paddings', '[2, 5]', 'got shape [2, 4]']),
   ],
 )
-def testWrongInputsRaise(args, message):
+def testWrongInputsRaise(args, names):
   layer = _Make(is_causal=True)
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=naming.Naming('atten', *names)):
     layer(*(tf.zeros(shape, tf.float64) for shape in args))
   specs = [tf.TensorSpec(shape, tf.float64) for shape in args]
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=naming.Naming('atten', *names)):
     layer.FPropMeta(layer.params, *specs)
 
 
 def testWrongParamsRaise():
-  with pytest.raises(ValueError, match='width 8 .* multiple of num_heads 3'):
+  with pytest.raises(ValueError, match=naming.Naming("'atten'", 'width 8', 'num_heads 3')):
     _Make(num_heads=3)
-  with pytest.raises(ValueError, match='atten_dropout_prob .* below 1, got 1.0'):
+  with pytest.raises(
+    ValueError, match=naming.Naming("'atten'", 'atten_dropout_prob', 'below 1', 1.0)
+  ):
     _Make(atten_dropout_prob=1.0)
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, fprop_context, layer_state, nested_map
 from lingvo_gpipe.layers import batch_norm
 from lingvo_gpipe.pipeline.stages import micro_batch
+from tests import naming
 from tests.toys import layers, statistics_layers
 
 _DIM = 3
@@ -182,22 +183,26 @@ def testWithoutGammaAndBeta():
 
 
 @pytest.mark.parametrize(
-  'params, words',
+  'params, names',
   [
-    ({'dim': 0}, 'dim .*at least 1'),
-    ({'epsilon': 0.0}, 'epsilon expects a number above 0'),
-    ({'decay': 1.0}, 'decay .*below 1 or None, got 1.0'),
+    ({'dim': 0}, ['dim', 'at least 1', 'got 0']),
+    ({'epsilon': 0.0}, ['epsilon', 'above 0', 'got 0.0']),
+    ({'decay': 1.0}, ['decay', 'below 1', 'None', 'got 1.0']),
   ],
 )
-def testWrongParamsRaise(params, words):
-  with pytest.raises(ValueError, match=words):
+def testWrongParamsRaise(params, names):
+  with pytest.raises(ValueError, match=naming.Naming("'bn'", *names)):
     batch_norm.BatchNormLayer.Params().Set(name='bn', **{'dim': 3, **params}).Instantiate()
 
 
 def testPaddingsOfAnotherShapeRaise():
-  with pytest.raises(ValueError, match='paddings must have shape'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('bn', 'paddings', 'shape [2, 5]', 'got shape [2, 4]')
+  ):
     _Layer()(tf.zeros([2, 5, _DIM]), tf.zeros([2, 4]))
-  with pytest.raises(ValueError, match='paddings .*leading dimensions'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('bn', 'paddings', 'inputs (2, 5, 3)', 'got shape (2, 5, 3)')
+  ):
     _Layer()(tf.zeros([2, 5, _DIM]), tf.zeros([2, 5, _DIM]))
 
 
@@ -245,21 +250,21 @@ def testSumsWithOtherNamesRaise():
   layer = _Counter()
   with fprop_context.Scope(step=0) as context:
     layer(tf.zeros([3, 1]))
-    with pytest.raises(ValueError, match='counts .*sums a, .*count before'):
+    with pytest.raises(ValueError, match=naming.Naming('counts', 'sums a', 'reported count')):
       context.AddSums(layer, {'a': tf.zeros([])})
 
 
 @pytest.mark.parametrize('dtype', [tf.bfloat16, tf.int32])
 def testSumsOfAnotherDtypeRaise(dtype):
   layer = _Counter(sums={'a': tf.zeros([], dtype)})
-  words = f"counts: .*'a' in float32 or float64, got {dtype.name}"
-  with fprop_context.Scope(step=0), pytest.raises(TypeError, match=words):
+  names = naming.Naming('counts', "'a'", 'float32', 'float64', f'got {dtype.name}')
+  with fprop_context.Scope(step=0), pytest.raises(TypeError, match=names):
     layer(tf.zeros([3, 1]))
 
 
 def testUpdateOfAnUnknownWeightRaises():
-  words = 'counts: .*returned other; .* are total, untouched'
-  with pytest.raises(ValueError, match=words):
+  names = naming.Naming('counts', 'StateFromSums', 'other', 'total', 'untouched')
+  with pytest.raises(ValueError, match=names):
     layer_state.UpdateFromSums(
       _Counter(wrong='other'), nested_map.NestedMap(count=tf.constant(1.0))
     )
@@ -267,7 +272,9 @@ def testUpdateOfAnUnknownWeightRaises():
 
 def testLayerWithoutStateFromSumsRaises():
   layer = layers.WithVariables(base_layer.BaseLayer.Params().Set(name='plain'))
-  with pytest.raises(NotImplementedError, match='BaseLayer reports sums'):
+  with pytest.raises(
+    NotImplementedError, match=naming.Naming('BaseLayer', 'AddSums', 'StateFromSums')
+  ):
     layer_state.UpdateFromSums(layer, nested_map.NestedMap(count=tf.constant(1.0)))
 
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.layers import conv
+from tests import naming
 from tests.toys import layers
 
 X = np.random.default_rng(0).standard_normal([2, 7, 6, 3])
@@ -91,30 +92,32 @@ def testBiasAndActivation():
 
 
 @pytest.mark.parametrize(
-  'values, message',
+  'values, names',
   [
-    ({'filter_shape': (3, 3, 3)}, 'filter_shape expects a list of 4'),
-    ({'filter_shape': (3, 3, 0, 4)}, 'filter_shape expects a list of 4'),
-    ({'filter_shape': (3, 3, 3, 4), 'padding': 'FULL'}, "'SAME' or 'VALID'"),
-    ({'filter_shape': (3, 3, 3, 4), 'filter_stride': (2,)}, 'filter_stride expects a list of 2'),
+    ({'filter_shape': (3, 3, 3)}, ['filter_shape', 'list of 4', (3, 3, 3)]),
+    ({'filter_shape': (3, 3, 0, 4)}, ['filter_shape', 'list of 4', (3, 3, 0, 4)]),
+    ({'filter_shape': (3, 3, 3, 4), 'padding': 'FULL'}, ['padding', "'SAME'", "'VALID'", "'FULL'"]),
+    ({'filter_shape': (3, 3, 3, 4), 'filter_stride': (2,)}, ['filter_stride', 'list of 2', (2,)]),
   ],
 )
-def testWrongParamsRaise(values, message):
-  with pytest.raises(ValueError, match=message):
+def testWrongParamsRaise(values, names):
+  with pytest.raises(ValueError, match=naming.Naming("'conv'", *names)):
     conv.Conv2DLayerNoPadding.Params().Set(name='conv', **values).Instantiate()
 
 
 def testUnequalDepthwiseStridesRaise():
   p = conv.SeparableConv2DLayerNoPadding.Params()
-  with pytest.raises(ValueError, match='equal strides'):
+  with pytest.raises(
+    ValueError, match=naming.Naming("'conv'", 'equal strides', 'filter_stride (1, 2)')
+  ):
     p.Set(name='conv', filter_shape=(3, 3, 3, 4), filter_stride=(1, 2)).Instantiate()
 
 
 def testWrongInputsRaise():
   layer = _Layer(conv.Conv2DLayerNoPadding, filter_shape=(3, 3, 3, 4))
-  with pytest.raises(ValueError, match='conv: .*last dimension .*must be 3'):
+  with pytest.raises(ValueError, match=naming.Naming('conv', 'inputs', 3, '[2, 7, 6, 4]')):
     layer(tf.zeros([2, 7, 6, 4], tf.float64))
-  with pytest.raises(ValueError, match='rank 4'):
+  with pytest.raises(ValueError, match=naming.Naming('conv', 'inputs', 'rank 4', '[7, 6, 3]')):
     layer(tf.zeros([7, 6, 3], tf.float64))
 
 

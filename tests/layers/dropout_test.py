@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import dropout, linear, sequential
+from tests import naming
 from tests.toys import layers, nested_layers
 
 
@@ -85,7 +86,7 @@ def testEvaluationAndKeepProbOneAreTheIdentity():
 
 
 def testTrainingWithoutAStepRaises():
-  with pytest.raises(ValueError, match='no step is known'):
+  with pytest.raises(ValueError, match=naming.Naming('drop', 'step', 'fprop_context.Scope')):
     _Drop(_Make(keep_prob=0.5), tf.ones([2]), step=None)
 
 
@@ -114,13 +115,17 @@ def testOtherOutputsPassThrough():
 
 @pytest.mark.parametrize('keep_prob', [0.0, -0.5, 1.5])
 def testWrongProbabilityRaises(keep_prob):
-  with pytest.raises(ValueError, match='keep_prob .*above 0 and at most 1'):
+  with pytest.raises(
+    ValueError, match=naming.Naming("'drop'", 'keep_prob', 'above 0', 'at most 1')
+  ):
     _Make(keep_prob=keep_prob)
 
 
 def testWrongBroadcastDimRaises():
   layer = _Make(keep_prob=0.5, noise_shape_broadcast_dims=[2])
-  with pytest.raises(ValueError, match=r'drop: noise_shape_broadcast_dims \[2\].*rank 2'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('drop', 'noise_shape_broadcast_dims [2]', 'rank 2')
+  ):
     _Drop(layer, tf.ones([2, 2]))
 
 

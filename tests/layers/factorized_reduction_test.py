@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.layers import factorized_reduction
+from tests import naming
 from tests.toys import layers
 
 
@@ -32,7 +33,7 @@ def testEachPixelCountsOnce(height, width):
 
 def testOddOutputDimRaises():
   p = factorized_reduction.FactorizedReductionLayer.Params()
-  with pytest.raises(ValueError, match='must be even, got 3'):
+  with pytest.raises(ValueError, match=naming.Naming("'reduction'", 'output_dim', 'even', 3)):
     p.Set(name='reduction', input_dim=3, output_dim=3).Instantiate()
 
 

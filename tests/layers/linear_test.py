@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from lingvo_gpipe.layers import activations, dropout, linear
+from tests import naming
 from tests.toys import layers
 
 
@@ -80,32 +81,38 @@ def testFeedForwardNetDropsAfterEachProjection():
 
 
 @pytest.mark.parametrize(
-  ('values', 'message'),
+  ('values', 'names'),
   [
-    ({'input_dim': 4}, 'output_dim'),
-    ({'input_dim': 4, 'output_dim': -1}, 'output_dim'),
-    ({'input_dim': 4, 'output_dim': 2, 'activation': 'RELUU'}, "did you mean 'RELU'"),
+    ({'input_dim': 4}, ['output_dim']),
+    ({'input_dim': 4, 'output_dim': -1}, ['output_dim', -1]),
+    ({'input_dim': 4, 'output_dim': 2, 'activation': 'RELUU'}, ["'RELUU'", "mean 'RELU'"]),
   ],
 )
-def testWrongParamsRaise(values, message):
-  with pytest.raises(ValueError, match=message):
+def testWrongParamsRaise(values, names):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     _Make(linear.ProjectionLayer.Params(), **values)
 
 
 def testFeedForwardNetWithAListOfWrongLengthRaises():
-  with pytest.raises(ValueError, match='activation.*list of 2.*got 1'):
+  with pytest.raises(
+    ValueError, match=naming.Naming("'layer'", 'activation', 'list of 2', 'got 1')
+  ):
     _Make(
       linear.FeedForwardNet.Params(), input_dim=2, hidden_layer_dims=[2, 2], activation=['RELU']
     )
-  with pytest.raises(ValueError, match='hidden_layer_dims is empty'):
+  with pytest.raises(ValueError, match=naming.Naming("'layer'", 'hidden_layer_dims', 'empty')):
     _Make(linear.FeedForwardNet.Params(), input_dim=2)
 
 
 def testWrongInputsRaiseWithThePath():
   layer = _Make(linear.FeedForwardNet.Params(), input_dim=4, hidden_layer_dims=[5])
-  with pytest.raises(ValueError, match=r'layer\.fc\[0\]: .* 4, got shape \[2, 3\]'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('layer.fc[0]', 'inputs', 4, 'got shape [2, 3]')
+  ):
     layer(tf.zeros([2, 3], tf.float64))
-  with pytest.raises(ValueError, match=r'layer\.fc\[0\]: paddings .*\[2\], got shape \[3\]'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('layer.fc[0]', 'paddings', '[2]', 'got shape [3]')
+  ):
     layer(tf.zeros([2, 4], tf.float64), tf.zeros([3]))
 
 

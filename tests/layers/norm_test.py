@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.layers import norm
+from tests import naming
 from tests.toys import layers
 
 
@@ -66,9 +67,9 @@ def testConstantRowsAreFinite():
 
 def testErrorsNameTheLayer():
   layer = _Make(input_dim=8)
-  with pytest.raises(ValueError, match=r'ln: .* must be 8, got shape \[2, 7\]'):
+  with pytest.raises(ValueError, match=naming.Naming('ln', 'inputs', 8, 'got shape [2, 7]')):
     layer(tf.zeros([2, 7]))
-  with pytest.raises(ValueError, match='epsilon expects a number above 0'):
+  with pytest.raises(ValueError, match=naming.Naming("'ln'", 'epsilon', 'above 0', 'got 0.0')):
     _Make(input_dim=8, epsilon=0.0)
 
 

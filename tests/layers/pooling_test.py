@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.layers import pooling
+from tests import naming
 
 X = np.random.default_rng(0).standard_normal([2, 7, 6, 3])
 
@@ -47,13 +48,13 @@ def testGlobalPool(pooling_type, fn):
 
 def testErrors():
   p = pooling.PoolingLayer.Params().Set(name='pool', window_shape=(5, 5), padding='VALID')
-  with pytest.raises(ValueError, match="'MAX' or 'AVG'"):
+  with pytest.raises(ValueError, match=naming.Naming('pooling_type', "'MAX'", "'AVG'", "'MIN'")):
     p.Copy().Set(pooling_type='MIN').Instantiate()
-  with pytest.raises(ValueError, match='window_shape expects a list of 2'):
+  with pytest.raises(ValueError, match=naming.Naming('window_shape', 'list of 2', (5, 0))):
     p.Copy().Set(window_shape=(5, 0)).Instantiate()
-  with pytest.raises(ValueError, match='does not fit'):
+  with pytest.raises(ValueError, match=naming.Naming('pool', 'VALID', (5, 5), (1, 4, 8, 3))):
     pooling.PoolingLayer.FPropMeta(p, tf.TensorSpec([1, 4, 8, 3]))
-  with pytest.raises(ValueError, match='does not fit'):
+  with pytest.raises(ValueError, match=naming.Naming('pool', 'VALID', (5, 5), (1, 4, 8, 3))):
     p.Instantiate().FProp(None, tf.zeros([1, 4, 8, 3]))
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import dropout, linear, sequential
+from tests import naming
 from tests.toys import layers, nested_layers
 
 Sequential = sequential.SequentialLayer.Params
@@ -109,12 +110,14 @@ def testFPropMetaAddsUpTheLayers():
 def testEmptySequencesRaise(values):
   with pytest.raises(ValueError, match='repeat'):
     _Make(Sequential().Set(**values))
-  with pytest.raises(ValueError, match='needs layers'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('SequentialLayer', '`sub`', '`repeat`', 'at least 1')
+  ):
     sequential.FlattenSequential(Sequential().Set(sub=[Sequential().Set(**values)]))
 
 
 def testSubOfAnotherTypeRaises():
-  with pytest.raises(ValueError, match=r"sub .*each item .*Params.*, got \['layer'\]"):
+  with pytest.raises(ValueError, match=naming.Naming("'seq'", 'sub', 'Params', ['layer'])):
     _Make(Sequential().Set(sub=['layer']))
 
 

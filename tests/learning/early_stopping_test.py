@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from lingvo_gpipe.learning import early_stopping
+from tests import naming
 
 
 def _Make(**settings):
@@ -92,18 +93,23 @@ def testOtherJobsAreNotFollowed():
 
 
 def testAMissingMetricIsReported():
-  with pytest.raises(ValueError, match="'loss', .*eval_dev .*accuracy, log_pplx"):
+  with pytest.raises(
+    ValueError,
+    match=naming.Naming('train.early_stop.metric', "'loss'", 'eval_dev', 'accuracy', 'log_pplx'),
+  ):
     _Make().Update(1, 'eval_dev', {'log_pplx': 1.0, 'accuracy': 0.5})
 
 
 @pytest.mark.parametrize('name', ['window', 'max_evaluations', 'tolerance', 'min_steps'])
 def testNumbersOutOfRange(name):
-  with pytest.raises(ValueError, match=f'{name} .* at least 0'):
+  with pytest.raises(ValueError, match=naming.Naming('EarlyStopping', name, 'at least 0', -1)):
     _Make(**{name: -1})
 
 
 def testALimitNeedsAMetric():
-  with pytest.raises(ValueError, match='no metric'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('train.early_stop', 'window', 'max_evaluations', 'metric')
+  ):
     _Make(metric='', window=100)
 
 

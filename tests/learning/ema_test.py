@@ -232,7 +232,9 @@ def testAveragesCountAsMemory():
 
 @pytest.mark.parametrize('decay', [-0.1, 1.0, float('nan')])
 def testDecayOutOfRange(decay):
-  with pytest.raises(ValueError, match="'net': train.ema_decay .*at least 0 and below 1"):
+  with pytest.raises(
+    ValueError, match=naming.Naming("'net'", 'train.ema_decay', 'at least 0', 'below 1', decay)
+  ):
     _Runner(decay=decay)
 
 

@@ -162,7 +162,10 @@ def testAVariableOfTwoLearnersIsReportedWithBoth():
 def testALearnerWithoutVariablesIsReported():
   both = _Two()
   both[1].bprop_variable_filter = 'decoder'
-  with pytest.raises(ValueError, match="learner upper: .*'decoder'"):
+  with pytest.raises(
+    ValueError,
+    match=naming.Naming('no variable', 'learner upper', 'bprop_variable_filter', "'decoder'"),
+  ):
     learner_stages.Build(both, learner_stages.Stages())
 
 
@@ -203,9 +206,9 @@ def testParamsOfAStepMustBeEqualForAllLearners(key, value):
 
 
 def testOtherValuesInTheListAreRejected():
-  with pytest.raises(ValueError, match='an empty list'):
+  with pytest.raises(ValueError, match=naming.Naming('train.learner', 'empty list')):
     multi_learner.MultiLearner([])
-  with pytest.raises(TypeError, match='list of them, got str'):
+  with pytest.raises(TypeError, match=naming.Naming('train.learner', 'Params', 'got str')):
     multi_learner.MultiLearner(['adam'])
 
 

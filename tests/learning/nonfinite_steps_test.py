@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lingvo_gpipe.learning import learner, nonfinite_steps
+from tests import naming
 
 _FINITE = {'is_finite': 1.0, 'loss': 1.0}
 _BAD_LOSS = {'is_finite': 1.0, 'loss': np.inf}
@@ -84,7 +85,9 @@ def testALimitOfZeroNeverStops():
 def testWithCheckNumericsTheFirstNonFiniteStepStops():
   lines, error = _Check(_Steps(0, check_numerics=True), [_FINITE, _BAD_LOSS])
   assert (lines, error) == ([], 'step 6 is not finite: layer 3 is to blame')
-  with pytest.raises(ValueError, match='skip_nonfinite of task.train.learner'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('check_numerics', 'skip_nonfinite', 'task.train.learner')
+  ):
     _Steps(0, skip_nonfinite=False, check_numerics=True)
 
 

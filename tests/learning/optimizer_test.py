@@ -120,15 +120,15 @@ def testEveryOptimizerOfKerasIsHere():
 
 
 @pytest.mark.parametrize(
-  'name, hint',
+  'name, hints',
   [
-    ('LossScaleOptimizer', 'LossScaleOptimizer .* no loss scaling'),
-    ('MultiOptimizer', 'a list of learners'),
-    ('AdamX', "'AdamX'; did you mean Adam"),
+    ('LossScaleOptimizer', ['float32', 'bfloat16', 'loss scaling']),
+    ('MultiOptimizer', ['train.learner', 'list of learners']),
+    ('AdamX', ['Adam', 'AdamW', 'Adamax']),
   ],
 )
-def testOtherNamesAreRejectedWithAHint(name, hint):
-  with pytest.raises(AttributeError, match=hint):
+def testOtherNamesAreRejectedWithAHint(name, hints):
+  with pytest.raises(AttributeError, match=naming.Naming(name, *hints)):
     getattr(optimizer, name)
 
 
@@ -136,29 +136,33 @@ def testAContainerIsRejectedUnderAnotherName():
   class Mine(optimizer.KerasOptimizer):
     keras_class = keras.optimizers.LossScaleOptimizer
 
-  with pytest.raises(ValueError, match='LossScaleOptimizer .* no loss scaling'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('keras.optimizers.LossScaleOptimizer', 'loss scaling')
+  ):
     Mine.Params()
 
 
 @pytest.mark.parametrize(
-  'name, hint',
+  'name, hints',
   [
-    ('global_clipnorm', 'clip_gradient_norm_to_value of the learner'),
-    ('clipnorm', 'clip_gradient_single_norm_to_value'),
-    ('clipvalue', 'clip_gradient_value_to'),
-    ('gradient_accumulation_steps', 'num_accumulated_mini_batches'),
-    ('use_ema', 'set train.ema_decay'),
-    ('loss_scale_factor', 'no loss scaling'),
-    ('learning_rate', 'learning_rate and lr_schedule of the learner'),
+    ('global_clipnorm', ['clip_gradient_norm_to_value', 'learner']),
+    ('clipnorm', ['clip_gradient_single_norm_to_value', 'learner']),
+    ('clipvalue', ['clip_gradient_value_to', 'learner']),
+    ('gradient_accumulation_steps', ['num_accumulated_mini_batches', 'learner']),
+    ('use_ema', ['train.ema_decay']),
+    ('loss_scale_factor', ['loss scaling']),
+    ('learning_rate', ['lr_schedule', 'learner']),
   ],
 )
-def testArgumentsOfTheLearnerAreRejectedWithAHint(name, hint):
+def testArgumentsOfTheLearnerAreRejectedWithAHint(name, hints):
   p = optimizer.Adam.Params()
-  with pytest.raises(AttributeError, match=f'{name} is not defined: .*{hint}'):
+  with pytest.raises(AttributeError, match=naming.Naming(f'{name} is not defined', *hints)):
     setattr(p, name, 1)
   outer = hyperparams.Params()
   outer.Define('optimizer', p.Copy(), 'Nested.')
-  with pytest.raises(AttributeError, match=rf'optimizer\.{name} is not defined: .*{hint}'):
+  with pytest.raises(
+    AttributeError, match=naming.Naming(f'optimizer.{name} is not defined', *hints)
+  ):
     outer.FromText(f'optimizer.{name}:1')
 
 
@@ -384,7 +388,7 @@ def testHiddenStateIsRejected():
   class Nadam(optimizer.KerasOptimizer):
     keras_class = keras.optimizers.Nadam
 
-  with pytest.raises(ValueError, match='Nadam .*keeps state') as e:
+  with pytest.raises(ValueError, match=naming.Naming('keras.optimizers.Nadam', 'slots')) as e:
     Nadam.Params().Instantiate().Build(_Device(), _Variables())
   assert '\n' not in str(e.value)
 

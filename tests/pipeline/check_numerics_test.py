@@ -11,6 +11,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import dropout, skip
 from lingvo_gpipe.pipeline import check_numerics
+from tests import naming
 from tests.toys import aux_loss_layers, layers, stacks
 
 _DIM, _BATCH, _M = layers.DIM, 6, 3
@@ -210,7 +211,7 @@ def testASumThatOverflows():
 def testAnEngineWithoutALoss():
   stack = stacks.MakeStack([_Layer()], dtype=tf.float32)
   stack.Place(stacks.Devices(), tf.TensorSpec([2, _DIM]))
-  with pytest.raises(ValueError, match='made without a loss'):
+  with pytest.raises(ValueError, match=naming.Naming('engine', 'loss_fn')):
     check_numerics.Explain(stack.engine, [], 1)
 
 

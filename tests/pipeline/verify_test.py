@@ -11,6 +11,7 @@ from lingvo_gpipe.core import nested_map, weight_params
 from lingvo_gpipe.layers import dropout, embedding, transformer
 from lingvo_gpipe.pipeline import pipelining_layer, verify
 from lingvo_gpipe.pipeline.stages import stage_math
+from tests import naming
 from tests.toys import faulty_layers, stacks
 
 _BATCH, _TIME, _DIM, _VOCAB = 6, 5, 8, 11
@@ -174,7 +175,7 @@ def testNotANumberIsWorst():
 
 
 def testLowPrecisionIsRefused():
-  with pytest.raises(ValueError, match='bfloat16.*dtype and fprop_dtype'):
+  with pytest.raises(ValueError, match=naming.Naming('bfloat16', 'dtype', 'fprop_dtype')):
     _Verify(xla=False, dtype=tf.float32, fprop_dtype=tf.bfloat16)
 
 

@@ -16,6 +16,7 @@ from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules, shared_
 from lingvo_gpipe.pipeline.stages import shared_functions, vocabulary_slices
 from lingvo_gpipe.runners import train_runner
 from tasks.lm import model as lm_model
+from tests import naming
 from tests.toys import stacks, tokens
 
 # No number of classes here divides by the number of devices. Micro-batches of one size need half of
@@ -245,21 +246,21 @@ def testSlicesBalanceMeasuredTimes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'options, message',
+  'options, names',
   [
-    ({'memory_limit': 1000}, 'memory_limit'),
-    ({'memory_limit': 1000, 'remat_policy': 'auto'}, 'memory_limit'),
-    ({'splits': [4, 5]}, 'splits'),
-    ({'splits': [3, 5, 11]}, 'slices of .11. classes'),
-    ({'splits': [3, 5, 8, 2]}, 'slices of .8, 2. classes'),
-    ({'splits': [3, 5, 11, 0]}, 'slices of .11, 0. classes'),
-    ({'num_stages': 5}, '5 stages for 4 layers'),
+    ({'memory_limit': 1000}, ['memory_limit 1000B']),
+    ({'memory_limit': 1000, 'remat_policy': 'auto'}, ['memory_limit 1000B']),
+    ({'splits': [4, 5]}, ['splits [4, 5]', 'stack.layers[4]']),
+    ({'splits': [3, 5, 11]}, ['slices of [11]', 'share 11']),
+    ({'splits': [3, 5, 8, 2]}, ['slices of [8, 2]', 'share 11']),
+    ({'splits': [3, 5, 11, 0]}, ['slices of [11, 0]', 'share 11']),
+    ({'num_stages': 5}, ['5 stages', '4 layers', 'stack.layers[4]']),
   ],
 )
-def testCutsThatAreRefused(options, message):
+def testCutsThatAreRefused(options, names):
   options = {'num_stages': 2, **options}
   stack = _Stack(_SIMPLE.Params(), num_micro_batches=2, vocabulary='shared', **options)
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=naming.Naming('stack', *names)):
     stack.MakeCut(*stacks.Specs(_Batch()[0]))
 
 
@@ -280,7 +281,7 @@ def testFewerClassesThanDevicesAreRefused():
   layer = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)
   sub = [*[layer] * 3, _SIMPLE.Params().Set(input_dim=_DIM, num_classes=2)]
   stack = stacks.MakeStack(sub, num_stages=3, num_micro_batches=2, vocabulary='shared')
-  with pytest.raises(ValueError, match='2 classes'):
+  with pytest.raises(ValueError, match=naming.Naming('stack.layers[3]', '2 classes', '3 devices')):
     stack.MakeCut(tf.TensorSpec([2, _DIM], tf.float64))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from lingvo_gpipe.pipeline.cost import schedule_search, simulator
 from lingvo_gpipe.pipeline.schedule import schedules
+from tests import naming
 
 _SIZES = simulator.ActivationSizes(1, 9, layer_inputs=2, largest_layer=3)
 _EQUAL = simulator.Costs(1)
@@ -73,11 +74,14 @@ def testALimitForEachDevice():
 
 
 def testTooLittleMemoryAndImpossibleSizes():
-  with pytest.raises(ValueError, match='memory_limit.* 2 stages on 2 devices'):
+  with pytest.raises(
+    ValueError,
+    match=naming.Naming('memory_limit', '2 stages', '2 devices', '4 micro-batches', '5B'),
+  ):
     schedule_search.Search(2, 4, 2, _EQUAL, sizes=_SIZES, memory_limit=5)
-  with pytest.raises(ValueError, match='memory_limit.*sizes'):
+  with pytest.raises(ValueError, match=naming.Naming('memory_limit', 'sizes')):
     schedule_search.Search(2, 4, 2, _EQUAL, memory_limit=5)
-  with pytest.raises(ValueError, match='3 stages for 2 devices'):
+  with pytest.raises(ValueError, match=naming.Naming("'looped_bfs'", '3 stages', '2 devices')):
     schedule_search.Search(3, 4, 2, _EQUAL)
 
 

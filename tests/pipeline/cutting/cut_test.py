@@ -176,7 +176,7 @@ def testCuttingAllocatesNothing():
   spec = tf.TensorSpec([1, huge])
   cut = cut_lib.MakeCut(layer.layers, [spec], schedule=schedules.Get('gpipe', 3, 2))
   assert [s.num_params for s in cut.stages] == [huge * huge] * 3
-  with pytest.raises(ValueError, match='no variables'):
+  with pytest.raises(ValueError, match=naming.Naming('seq', 'InstantiateVariables')):
     _ = layer.vars
 
 
@@ -226,7 +226,9 @@ def testAMemoryLimitOfStagesOnAnyDevices():
   cut = Cut(2 * single.memory[0].total)
   assert cut.ends == (2, 3, 4)
   assert [m.total for m in cut.memory] == [double.memory[0].total] + [single.memory[0].total] * 2
-  with pytest.raises(ValueError, match=r'2 stages of the device\).*stage 1 of splits'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('2 stages of the device', 'stage 1 of splits')
+  ):
     Cut(2 * single.memory[0].total, splits=[1, 3, 4])
 
 
@@ -364,7 +366,9 @@ def testAMemoryLimitThatCannotBeKept():
     assert words in str(e.value)
   for words in ('more stages', 'micro-batches', 'remat_policy', '2.0MiB of weights'):
     assert words in str(e.value)
-  with pytest.raises(ValueError, match='stage 2 of splits, .*seq.layers.2. to seq.layers.5.'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('stage 2 of splits', 'seq.layers[2]', 'seq.layers[5]')
+  ):
     _MakeWide(_Wide(6), 3, splits=[1, 2, 6], memory_limit=needs)
   assert _MakeWide(_Wide(6), 3, splits=[2, 4, 6], memory_limit=needs).ends == (2, 4, 6)
 
@@ -500,9 +504,9 @@ def testWithoutALimitNothingIsRecomputed():
   assert cut.policy == cut.remat_policy == 'none' and 'recomputes' not in cut.Table()
 
 
-@pytest.mark.parametrize('splits', [[], [2, 6]])
-def testALimitThatNoChoiceKeepsNamesTheStage(splits):
-  with pytest.raises(ValueError, match=r'memory_limit.*stage \d'):
+@pytest.mark.parametrize('splits, stage', [([], 'stage 0'), ([2, 6], 'stage 1')])
+def testALimitThatNoChoiceKeepsNamesTheStage(splits, stage):
+  with pytest.raises(ValueError, match=naming.Naming('net', 'memory_limit 1000B', stage)):
     _AutoCut(1000, splits=splits)
 
 

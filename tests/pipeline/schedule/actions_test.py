@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from lingvo_gpipe.pipeline.schedule import actions
+from tests import naming
 
 Action, Kind = actions.Action, actions.Kind
 
@@ -36,7 +37,9 @@ def testNotationIsPyTorchs():
 
 @pytest.mark.parametrize('text', ['', 'F0', '1F', '1f0', '1X0', '-1F0', '1F-1', '1F0.5', '1 F0'])
 def testOtherTextIsNotAnAction(text):
-  with pytest.raises(ValueError, match='not an action: .*<stage><kind><micro-batch>'):
+  with pytest.raises(
+    ValueError, match=naming.Naming(repr(text), 'action', '<stage><kind><micro-batch>')
+  ):
     Action.FromText(text)
 
 
@@ -52,7 +55,7 @@ def testAPairAtTheSameTimeIsTwoActions():
   pair = (Action(0, Kind.FORWARD, 3), Action(3, Kind.BACKWARD, 1))
   assert actions.ActionsOfCell(' (0F3;3B1)OVERLAP_F_B') == pair
   assert actions.ActionsOfCell('3B1') == pair[1:]
-  with pytest.raises(ValueError, match='not an action'):
+  with pytest.raises(ValueError, match=naming.Naming('action', '<stage><kind><micro-batch>')):
     actions.ActionsOfCell('(0F3;(3B1))OVERLAP_F_B')
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from lingvo_gpipe.pipeline.schedule import actions, offload, schedules
+from tests import naming
 from tests.toys import simulations
 
 Kind = actions.Kind
@@ -111,19 +112,19 @@ def testWithoutAShareNothingChanges():
 
 @pytest.mark.parametrize('share', [-0.1, 1.5, float('nan')])
 def testAShareIsFromZeroToOne(share):
-  with pytest.raises(ValueError, match=f'offload: .*{share}'):
+  with pytest.raises(ValueError, match=naming.Naming('offload', f'got {share}')):
     offload.WithOffload(schedules.Get('gpipe', 2, 4), share)
 
 
 @pytest.mark.parametrize('ahead', [0, 1.5])
 def testACopyBackIsAhead(ahead):
-  with pytest.raises(ValueError, match=f'offload: .*ahead.*{ahead}'):
+  with pytest.raises(ValueError, match=naming.Naming('offload', 'ahead', f'got {ahead}')):
     offload.WithOffload(schedules.Get('gpipe', 2, 4), ahead=ahead)
 
 
 def testCopiesAreAddedOnce():
   schedule = offload.WithOffload(schedules.Get('gpipe', 2, 6))
-  with pytest.raises(ValueError, match="'gpipe' has copies"):
+  with pytest.raises(ValueError, match=naming.Naming('offload', "'gpipe'", 'copies')):
     offload.WithOffload(schedule)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from lingvo_gpipe.pipeline.schedule import offload, schedules
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
+from tests import naming
 
 Action, Kind, Schedule = schedule_lib.Action, schedule_lib.Kind, schedule_lib.Schedule
 
@@ -273,7 +274,7 @@ def testWrongSizesAreNamed(change, words):
 
 
 def testActionsMustBeActions():
-  with pytest.raises(TypeError, match="device 0, position 1.*'0B0'"):
+  with pytest.raises(TypeError, match=naming.Naming("'mine'", 'device 0', 'position 1', "'0B0'")):
     Schedule('mine', 1, 1, [[Action(0, Kind.FORWARD, 0), '0B0']], [0])
   with pytest.raises(TypeError, match='Kind'):
     Schedule('mine', 1, 1, [[Action(0, 'F', 0)]], [0])
@@ -353,17 +354,17 @@ device 0  0F0 0F1 2F0 2F1 .
 device 1  .   1F0 1F1 3F0 3F1
 """
   )
-  with pytest.raises(ValueError, match='whole number.*1.5'):
+  with pytest.raises(ValueError, match=naming.Naming('B', 'whole number', 1.5)):
     schedules.Get('gpipe', 2, 2).Picture({Kind.BACKWARD: 1.5})
 
 
 def testDurationsMustBePositive():
-  with pytest.raises(ValueError, match='B: expected a positive number, got 0'):
+  with pytest.raises(ValueError, match=naming.Naming('B', 'positive', 'got 0')):
     schedules.Get('gpipe', 2, 2).Timeline({Kind.BACKWARD: 0})
 
 
 def testTimelineRefusesAnInvalidSchedule():
-  with pytest.raises(ValueError, match='lacks 1B0'):
+  with pytest.raises(ValueError, match=naming.Naming("'custom'", 'device 1', 'lacks 1B0')):
     Schedule.FromText('0F0,0B0\n1F0').Timeline()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.schedule import schedules, shared_vocabulary
+from tests import naming
 from tests.toys import simulations
 
 _NAMES = [name for name in schedules.Names() if name != 'forward_only']
@@ -60,18 +61,18 @@ def testAFromTextWithSlices():
 
 
 @pytest.mark.parametrize(
-  'old, new, message',
+  'old, new, names',
   [
-    ('3F0,3B0', '3B0,3F0', '3B0 comes before 3F0'),
-    ('3B0,1B0', '1B0,3B0', '1B0 comes before 3B0'),
-    ('2F0,2B0,0B0', '0B0,2F0,2B0', 'deadlock'),
-    ('3F0,3B0', '3V0', '3V0'),
-    (',2B0', '', 'lacks 2B0'),
+    ('3F0,3B0', '3B0,3F0', ['device 1', '3B0 comes before 3F0']),
+    ('3B0,1B0', '1B0,3B0', ['device 1', '1B0 comes before 3B0']),
+    ('2F0,2B0,0B0', '0B0,2F0,2B0', ['deadlock']),
+    ('3F0,3B0', '3V0', ['device 1', '3V0']),
+    (',2B0', '', ['device 0', 'lacks 2B0']),
   ],
 )
-def testWrongOrdersAreRefused(old, new, message):
+def testWrongOrdersAreRefused(old, new, names):
   assert old in _TEXT
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     schedules.Schedule.FromText(_TEXT.replace(old, new), num_slices=2).Validate()
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from lingvo_gpipe.pipeline.schedule import timeline_text
+from tests import naming
 
 
 def testTicks():
@@ -44,7 +45,7 @@ def testLongLabelsAreShortened():
 
 def testNothingToDraw():
   assert timeline_text.DrawToScale([[]], 4).splitlines()[1] == 'device 0  ....'
-  with pytest.raises(ValueError, match='num_columns: .*positive.*got 0'):
+  with pytest.raises(ValueError, match=naming.Naming('num_columns', 'positive', 'got 0')):
     timeline_text.DrawToScale([[]], 0)
 
 

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.pipeline.stages import weighted_loss
+from tests import naming
 from tests.toys import aux_loss_layers, layers, stacks
 
 _DIM, _BATCH = layers.DIM, 6
@@ -81,12 +82,14 @@ def testAnAuxiliaryLossOfEachExample():
 
 
 def testALossWeightOfEachExample():
-  with pytest.raises(ValueError, match="weight of a micro-batch's loss: .*scalar"):
+  with pytest.raises(
+    ValueError, match=naming.Naming('weight', 'micro-batch', 'scalar', 'float32[2]')
+  ):
     _Train(stacks.SquareLoss, loss_weight=tf.identity)
 
 
 def testAnEngineWithoutALoss():
-  with pytest.raises(ValueError, match='without a loss: .*loss_fn'):
+  with pytest.raises(ValueError, match=naming.Naming('engine', 'loss_fn')):
     _Train(None)
 
 
