@@ -293,8 +293,8 @@ def testMetaOfALayerLargerThanMemory():
 
 
 def testPositionWiseLayersDecodeByFProp():
-  wise = nested_layers.PositionWiseScale.Params()
-  layer, x = _Make(nested_layers.PositionWiseTree, tpl=wise), tf.ones([2, 4, 3])
+  tpl = nested_layers.PositionWiseScale.Params()
+  layer, x = _Make(nested_layers.PositionWiseTree, tpl=tpl), tf.ones([2, 4, 3])
   for outputs, states in (
     layer.Prefill(layer.theta, x, max_length=9),
     layer.ExtendStep(layer.theta, nested_map.NestedMap(), x, time_step=8),

@@ -12,7 +12,7 @@ from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.learning import ema, optimizer
 from lingvo_gpipe.runners import eval_runner, train_runner
 from tests import naming
-from tests.toys import tasks
+from tests.toys import stacks, tasks
 
 _BATCH = 4
 _OWNER, _MEAN = 'net.stack.layers[0].w', 'net.stack.layers[2].moving_mean'
@@ -22,8 +22,7 @@ def _Runner(splits=(3, 5), decay=0.15, dtype=tf.float64, cls=train_runner.TrainR
   p = tasks.TiedNet.Params().Set(name='net', random_seed=4, dtype=dtype, splits=list(splits))
   p.train.Set(ema_decay=decay, **train)
   p.train.learner.Set(learning_rate=0.3, optimizer=optimizer.SGD.Params())
-  devices = [d.name for d in tf.config.list_logical_devices('CPU')]
-  return cls(p.Instantiate(), devices, tasks.BatchSpec(_BATCH, dtype))
+  return cls(p.Instantiate(), stacks.Devices(), tasks.BatchSpec(_BATCH, dtype))
 
 
 def _Batch(seed, dtype=tf.float64):

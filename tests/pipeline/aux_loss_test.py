@@ -123,9 +123,9 @@ def testAMetricMayHaveAColonInItsName():
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 def testTwoOfOneName(policy):
   names = naming.Naming('stack.layers[1]', 'two auxiliary losses', "'same'")
-  twice = aux_loss_layers.AuxLossLayer.Params().Set(losses=[['same', 1.0, tf.reduce_mean]] * 2)
+  adds_twice = aux_loss_layers.AuxLossLayer.Params().Set(losses=[['same', 1.0, tf.reduce_mean]] * 2)
   with pytest.raises(ValueError, match=names):
-    _Check([_Add(), twice], num_stages=2, splits=[1, 2], remat_policy=policy)
+    _Check([_Add(), adds_twice], num_stages=2, splits=[1, 2], remat_policy=policy)
 
 
 def testAUsersTapeCannotSeeThem():

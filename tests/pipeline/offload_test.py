@@ -29,8 +29,8 @@ def _Stack(name, policy, num_stages, num_micro_batches, stages_per_device, xla):
   middle = [layers.MatrixLayer.Params().Set(fn=_Scale, dims=[_DIM, _DIM]), drop]
   sub = [layers.TableLayer.Params().Set(dim=_DIM), skip.StashLayer.Params().Set(key='table')]
   sub += middle * (num_stages - 1)
-  first = layers.Without(lambda x, ids: x)
-  sub += [skip.PopLayer.Params().Set(key='table'), first]
+  take_first = layers.Without(lambda x, ids: x)
+  sub += [skip.PopLayer.Params().Set(key='table'), take_first]
   sub += [linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM)]
   ends = [2 * (k + 1) + 1 for k in range(num_stages)]
   return stacks.MakeStack(

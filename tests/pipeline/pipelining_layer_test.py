@@ -86,8 +86,8 @@ def testAnExceptionKeepsItsTypeAndNamesTheLayer(method, xla):
   def Raise(w, x):
     raise _CustomError('out of cheese')
 
-  raises = layers.SilentLayer.Params().Set(fn=Raise)
-  sub = [*_Fns(lambda w, x: x + 1, lambda w, x: x), raises]
+  raising = layers.SilentLayer.Params().Set(fn=Raise)
+  sub = [*_Fns(lambda w, x: x + 1, lambda w, x: x), raising]
   stack = _Stack(*sub, num_stages=2, splits=[1, 3], xla=xla)
   stack.Place(stacks.Devices(), tf.TensorSpec([4, 2]))
   run = stack.Predict if method == 'Predict' else stack
