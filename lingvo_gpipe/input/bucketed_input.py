@@ -11,11 +11,11 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import domain, hyperparams, nested_map
-from lingvo_gpipe.input import base_input_generator, bucket_plan
+from lingvo_gpipe.input import base_input_generator, bucket_order
 
 # Specs of the arguments of `Rows` for a batch: indices of examples, example weights, length of
 # rows.
-PLAN_SPEC = (
+ROWS_SPEC = (
   tf.TensorSpec([None], tf.int64),
   tf.TensorSpec([None], tf.float32),
   tf.TensorSpec([], tf.int64),
@@ -27,8 +27,8 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
 
   An example belongs to the first bucket whose `p.bucket_upper_bound` is at least its length, and
   every batch of bucket j has the shape [p.bucket_batch_limit[j], p.bucket_upper_bound[j]].
-  `BatchSpecs()` returns all shapes, `BatchSpec()` the largest one. See `bucket_plan.BucketPlan` for
-  the order.
+  `BatchSpecs()` returns all shapes, `BatchSpec()` the largest one. See `bucket_order.BucketOrder`
+  for the order.
 
   The position is the number of rows so far, padded rows included. It belongs to one choice of
   bounds and limits: with different ones a run resumes, but not exactly.
@@ -169,10 +169,10 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     if p.num_parallel_calls != 1:
       parallel = {'num_parallel_calls': p.num_parallel_calls, 'deterministic': True}
     make = functools.partial(self.Rows, self.Tensors())
-    dataset = self.Plans(start).map(make, **parallel)
+    dataset = self.BatchRows(start).map(make, **parallel)
     return dataset.prefetch(p.num_prefetch) if p.num_prefetch else dataset
 
-  def Plans(self, start: int) -> tf.data.Dataset:
+  def BatchRows(self, start: int) -> tf.data.Dataset:
     """Returns the arguments of `Rows` for the batches from a position on.
 
     NumPy draws them in this process.
@@ -181,27 +181,27 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
       tf.data.Dataset of (indices int64 [batch], example_weights float32 [batch], length int64 []).
     """
     p = self.params
-    plan = self._plan
-    first = plan.BatchAt(self._CheckStart(start))
-    if plan.Position(first) != start:
+    order = self._order
+    first = order.BatchAt(self._CheckStart(start))
+    if order.Position(first) != start:
       logging.warning(
         '%s: position %d is within a batch: resuming with the next batch, at %d. Were the buckets '
-        'changed?', self._Where('bucket_batch_limit'), start, plan.Position(first),
+        'changed?', self._Where('bucket_batch_limit'), start, order.Position(first),
       )  # fmt: skip
 
     # Without AutoGraph an exception keeps its type and line.
     @tf.autograph.experimental.do_not_convert
-    def Plan(number: tf.Tensor) -> tuple[tf.Tensor, ...]:
-      values = tf.numpy_function(self._PlanValues, [number], [spec.dtype for spec in PLAN_SPEC])
+    def RowsAt(number: tf.Tensor) -> tuple[tf.Tensor, ...]:
+      values = tf.numpy_function(self._RowValues, [number], [spec.dtype for spec in ROWS_SPEC])
       return tuple(
-        tf.ensure_shape(value, spec.shape) for value, spec in zip(values, PLAN_SPEC, strict=True)
+        tf.ensure_shape(value, spec.shape) for value, spec in zip(values, ROWS_SPEC, strict=True)
       )
 
     if p.num_epochs:
-      numbers = tf.data.Dataset.range(first, max(first, p.num_epochs * plan.num_batches))
+      numbers = tf.data.Dataset.range(first, max(first, p.num_epochs * order.num_batches))
     else:
       numbers = tf.data.Dataset.counter(first, dtype=tf.int64)
-    return self._Untuned(numbers.map(Plan))
+    return self._Untuned(numbers.map(RowsAt))
 
   def Tensors(self) -> nested_map.NestedMap:
     """Returns the tensors that `Rows` takes, on this host."""
@@ -216,7 +216,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     example_weights: tf.Tensor,
     length: tf.Tensor,
   ) -> nested_map.NestedMap:
-    """Returns the batch of some rows of one plan.
+    """Returns the batch of some rows of one order.
 
     `tensors` may be a copy, so that any host can make the batch.
 
@@ -237,11 +237,11 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     """Returns the number of batches from position `start` on; None if they never end."""
     if not self.params.num_epochs:
       return None
-    end = self.params.num_epochs * self._plan.num_batches
-    return max(0, end - self._plan.BatchAt(self._CheckStart(start)))
+    end = self.params.num_epochs * self._order.num_batches
+    return max(0, end - self._order.BatchAt(self._CheckStart(start)))
 
-  def _PlanValues(self, number: np.int64) -> tuple[np.ndarray, np.ndarray, np.int64]:
-    batch = self._plan.Batch(int(number))
+  def _RowValues(self, number: np.int64) -> tuple[np.ndarray, np.ndarray, np.int64]:
+    batch = self._order.Batch(int(number))
     weights = (np.arange(batch.indices.size) < batch.num_real).astype(np.float32)
     length = self.params.bucket_upper_bound[batch.bucket]
     return self._used[batch.indices], weights, np.int64(length)
@@ -279,7 +279,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
       )
 
   @functools.cached_property
-  def _plan(self) -> bucket_plan.BucketPlan:
+  def _order(self) -> bucket_order.BucketOrder:
     p = self.params
     groups = self._Groups()[self._used]
     counts = np.bincount(groups, minlength=len(self._GroupNames()))
@@ -292,7 +292,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
       )
     self._CheckNumExamples()
     lengths = np.minimum(self._Lengths()[self._used], p.bucket_upper_bound[-1])
-    plan = bucket_plan.BucketPlan(
+    order = bucket_order.BucketOrder(
       np.searchsorted(p.bucket_upper_bound, lengths),
       groups,
       self._limits,
@@ -300,9 +300,9 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
       shuffle=p.shuffle,
       temperature=p.sampling_temperature,
     )
-    buckets = zip(p.bucket_upper_bound, self._limits, plan.Draws(), strict=True)
+    buckets = zip(p.bucket_upper_bound, self._limits, order.Draws(), strict=True)
     logging.info(
       '%s %r: %d examples; an epoch has %s', type(self).__name__, p.name, self.NumExamples(),
       ', '.join(f'{n} up to length {bound} in batches of {limit}' for bound, limit, n in buckets),
     )  # fmt: skip
-    return plan
+    return order

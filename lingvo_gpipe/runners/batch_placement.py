@@ -238,10 +238,10 @@ class Placement:
       ]
       for share in self.Shares(largest)
     ]
-    plans = source.Plans(start).prefetch(1)  # The order of the next epoch takes a while.
+    orders = source.BatchRows(start).prefetch(1)  # The order of the next epoch takes a while.
 
     def Parts() -> Iterator[_Parts]:
-      for indices, weights, length in plans:
+      for indices, weights, length in orders:
         parts = []
         # Smaller batches may have no rows for the last replicas.
         for share, makers_of_share in zip(self.Shares(len(indices)), makers, strict=False):
@@ -273,7 +273,7 @@ def WhyNotOnWorkers(source: base_input_generator.BaseInputGenerator) -> str | No
     return 'input.read_on_workers is False'
   if isinstance(source, bucketed_input.BucketedInput):
     rows = functools.partial(source.Rows, source.Tensors())
-    traced = tf.function(rows, autograph=False).get_concrete_function(*bucketed_input.PLAN_SPEC)
+    traced = tf.function(rows, autograph=False).get_concrete_function(*bucketed_input.ROWS_SPEC)
   elif isinstance(source, stream_input.BaseStreamInput):
     traced = pipeline_graph.Trace(source.Dataset)
   else:
@@ -313,29 +313,29 @@ def _Reader(
 def _RowMaker(
   source: bucketed_input.BucketedInput, host: str, keys: Sequence[str]
 ) -> Callable[..., tuple[tf.Tensor, ...]]:
-  """Returns a function that makes fields of planned rows on another host.
+  """Returns a function that makes fields of rows on another host.
 
   It keeps a copy of the input's tensors there.
   """
   if not keys:
-    return lambda *plan: ()
+    return lambda *rows: ()
   tensors = source.Tensors()
   with tf.device(host):
     tensors = tensors.Transform(tf.identity)
   make = tf.function(
     lambda *args: tuple(map(source.Rows(*args).GetItem, keys)),
-    input_signature=[tensors.Transform(tf.TensorSpec.from_tensor), *bucketed_input.PLAN_SPEC],
+    input_signature=[tensors.Transform(tf.TensorSpec.from_tensor), *bucketed_input.ROWS_SPEC],
     autograph=False,
   )
 
-  def Make(*plan: tf.Tensor) -> tuple[tf.Tensor, ...]:
+  def Make(*rows: tf.Tensor) -> tuple[tf.Tensor, ...]:
     with tf.device(host):
-      fields: tuple[tf.Tensor, ...] = make(tensors, *plan)
+      fields: tuple[tf.Tensor, ...] = make(tensors, *rows)
       return fields
 
   # The first call sends the function to its worker, which may break calls that run there at the
   # same time (see `worker_hosts._Gate`).
-  Make(*(tf.zeros([0] * spec.shape.rank, spec.dtype) for spec in bucketed_input.PLAN_SPEC))
+  Make(*(tf.zeros([0] * spec.shape.rank, spec.dtype) for spec in bucketed_input.ROWS_SPEC))
   return Make
 
 

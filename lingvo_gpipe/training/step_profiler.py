@@ -2,7 +2,7 @@
 """`StepProfiler`: runs TensorFlow's profiler for some training steps, and draws their schedule.
 
 <logdir>/train/plugins/profile/<time>/   the trace, for TensorBoard, and a trace of each worker
-<logdir>/timeline_<first>_<last>.html    each device's actions as measured, over the planned ones
+<logdir>/timeline_<first>_<last>.html    each device's actions as measured, over the simulated ones
 
 In a model of several tasks each task has a picture, whose name ends with the name of the task.
 """
@@ -196,7 +196,7 @@ class StepProfiler(callback.StepHook):
     traces: Sequence[profiler_trace.StepTrace],
   ) -> str:
     """Writes the picture of a task's steps; returns a text about its content."""
-    pairs = _MeasuredAndPlanned(runner, traces)
+    pairs = _MeasuredAndSimulated(runner, traces)
     first, last = traces[0].step, traces[-1].step
     steps = f'step {first}' if first == last else f'steps {first} to {last}'
     if task_name:
@@ -205,9 +205,9 @@ class StepProfiler(callback.StepHook):
     num_steps = len({trace.step for trace in traces})
     seconds = sum(trace.end - trace.start for trace in traces) / num_steps
     measured = statistics.fmean(m.bubble for m, _ in pairs)
-    planned = statistics.fmean(p.overall_bubble for _, p in pairs)
+    simulated = statistics.fmean(p.overall_bubble for _, p in pairs)
     text = (
-      f'{seconds * 1e3:.2f} ms a step; bubble {measured:.1%} measured, {planned:.1%} simulated '
+      f'{seconds * 1e3:.2f} ms a step; bubble {measured:.1%} measured, {simulated:.1%} simulated '
       f'with the measured times, {runner.cut.bubble:.1%} predicted by {runner.cut.by}'
     )
     num_replicas = len(runner.engine.replicas)
@@ -250,10 +250,10 @@ def _HaveWeightGradient(runner: eval_runner.EvalRunner) -> list[bool]:
   return [stage.has_weight_gradient for stage in runner.engine.training_stages]
 
 
-def _MeasuredAndPlanned(
+def _MeasuredAndSimulated(
   runner: eval_runner.EvalRunner, traces: Sequence[profiler_trace.StepTrace]
 ) -> list[tuple[measured_schedule.Measured, simulator.Result]]:
-  """Returns each measured mini-batch with the plan for its number of micro-batches."""
+  """Returns each measured mini-batch with the simulation of its number of micro-batches."""
 
   def Size(mini_batch: measured_schedule.Measured) -> int:
     return mini_batch.schedule.num_micro_batches
@@ -263,10 +263,10 @@ def _MeasuredAndPlanned(
     num_micro_batches = 1 + max(action.micro_batch for action in trace.times)
     schedule = runner.engine.TrainingSchedule(num_micro_batches)
     measured.append(measured_schedule.Measured(schedule, trace.step, trace.times))
-  planned = {
+  simulated = {
     size: measured_schedule.SimulateWithMeanTimes(
       list(group), runner.cut.policy, _HaveWeightGradient(runner)
     )
     for size, group in itertools.groupby(sorted(measured, key=Size), Size)
   }
-  return [(m, planned[Size(m)]) for m in measured]
+  return [(m, simulated[Size(m)]) for m in measured]

@@ -35,7 +35,7 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cell:
+class _GroupBucket:
   """The examples of one group in one bucket, and the number of them drawn per epoch."""
 
   group: int
@@ -52,7 +52,7 @@ class _Order:
   firsts: np.ndarray  # Number of rows before each batch.
 
 
-class BucketPlan:
+class BucketOrder:
   """Batches of examples of one bucket each, with groups mixed by temperature.
 
   An epoch draws as many examples as the data set has. With `shuffle` each group g gets a share of
@@ -99,10 +99,10 @@ class BucketPlan:
     self._random_seed = random_seed
     self._shuffle = shuffle
     if shuffle:
-      self._cells = _Cells(buckets, groups, temperature)
+      self._group_buckets = _GroupBuckets(buckets, groups, temperature)
     else:
       members = [np.flatnonzero(buckets == j) for j in range(len(batch_sizes))]
-      self._cells = [_Cell(0, j, m, m.size) for j, m in enumerate(members) if m.size]
+      self._group_buckets = [_GroupBucket(0, j, m, m.size) for j, m in enumerate(members) if m.size]
     draws = self.Draws()
     num_batches = [-(-n // size) for n, size in zip(draws, self._batch_sizes, strict=True)]
     self.num_batches = sum(num_batches)
@@ -113,7 +113,7 @@ class BucketPlan:
   def Draws(self) -> list[int]:
     """Returns the number of examples of each bucket per epoch, without padded rows."""
     return [
-      sum(cell.num_draws for cell in self._cells if cell.bucket == j)
+      sum(pair.num_draws for pair in self._group_buckets if pair.bucket == j)
       for j in range(len(self._batch_sizes))
     ]
 
@@ -144,7 +144,7 @@ class BucketPlan:
   def _MakeEpoch(self, epoch: int) -> _Order:
     batches = []
     for j, size in enumerate(self._batch_sizes):
-      drawn = [self._Draw(cell, epoch) for cell in self._cells if cell.bucket == j]
+      drawn = [self._Draw(pair, epoch) for pair in self._group_buckets if pair.bucket == j]
       if not drawn:
         continue
       indices = np.concatenate(drawn)
@@ -162,18 +162,18 @@ class BucketPlan:
     sizes = [batch.indices.size for batch in batches]
     return _Order(batches, np.cumsum([0, *sizes[:-1]]))
 
-  def _Draw(self, cell: _Cell, epoch: int) -> np.ndarray:
-    """Returns the examples that an epoch takes from a cell's endless order."""
-    size = cell.members.size
+  def _Draw(self, pair: _GroupBucket, epoch: int) -> np.ndarray:
+    """Returns the examples that an epoch takes from a pair's endless order."""
+    size = pair.members.size
     if not self._shuffle:
-      return cell.members
-    begin, end = epoch * cell.num_draws, (epoch + 1) * cell.num_draws
+      return pair.members
+    begin, end = epoch * pair.num_draws, (epoch + 1) * pair.num_draws
     drawn = []
     for one_pass in range(begin // size, -(-end // size)):
-      order = self._Permutation(size, 'cell', cell.group, cell.bucket, one_pass)
+      order = self._Permutation(size, 'cell', pair.group, pair.bucket, one_pass)
       first = one_pass * size
       drawn.append(order[max(begin - first, 0) : min(end - first, size)])
-    return cell.members[np.concatenate(drawn)]
+    return pair.members[np.concatenate(drawn)]
 
   def _Permutation(self, size: int, *purpose: str | int) -> np.ndarray:
     """Returns a random order of 0 ... size - 1 that depends on the seed and the purpose."""
@@ -199,23 +199,25 @@ def Apportion(total: int, weights: np.ndarray) -> np.ndarray:
   return counts
 
 
-def _Cells(buckets: np.ndarray, groups: np.ndarray, temperature: float) -> list[_Cell]:
-  """Returns the cells that have examples, group by group."""
+def _GroupBuckets(
+  buckets: np.ndarray, groups: np.ndarray, temperature: float
+) -> list[_GroupBucket]:
+  """Returns the pairs that have examples, group by group."""
   num_buckets = int(buckets.max()) + 1
   keys = groups.astype(np.int64) * num_buckets + buckets
   order = np.argsort(keys, kind='stable')
-  cell_keys, firsts = np.unique(keys[order], return_index=True)
+  pair_keys, firsts = np.unique(keys[order], return_index=True)
   members = np.split(order, firsts[1:])
   sizes = np.array([m.size for m in members])
-  cell_groups = cell_keys // num_buckets
+  pair_groups = pair_keys // num_buckets
   group_draws = Apportion(len(buckets), Shares(np.bincount(groups), temperature))
-  cells = []
+  pairs = []
   for group, num_draws in enumerate(group_draws):
-    indices = np.flatnonzero(cell_groups == group)
+    indices = np.flatnonzero(pair_groups == group)
     draws = _AtLeastOne(int(num_draws), sizes[indices])
     for i, n in zip(indices, draws, strict=True):
-      cells.append(_Cell(group, int(cell_keys[i] % num_buckets), members[i], int(n)))
-  return cells
+      pairs.append(_GroupBucket(group, int(pair_keys[i] % num_buckets), members[i], int(n)))
+  return pairs
 
 
 def _AtLeastOne(total: int, sizes: np.ndarray) -> np.ndarray:
