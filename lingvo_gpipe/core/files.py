@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import errno
 import os
 import re
 import secrets
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -56,23 +58,34 @@ def CannotWrite(content: str, directory: str, error: BaseException) -> OSError:
   )
 
 
-def ReadText(path: str, context: str) -> str:
-  """Returns the text of a file that a user names.
+@contextlib.contextmanager
+def Reading(path: str, context: str) -> Iterator[None]:
+  """Raises an OSError in one line if the enclosed code cannot read a file that a user names.
 
   Args:
     path: any path that tf.io.gfile takes.
     context: start of messages: the flag or param that names the file.
-
-  Raises:
-    OSError: the file cannot be read.
-    ValueError: the text is not in UTF-8.
   """
   try:
-    with tf.io.gfile.GFile(path, 'rb') as f:
-      content = f.read()
+    yield
   except FILE_ERRORS as e:
     raise OSError(f'{context}: {path!r} cannot be read: {OneLine(e)}') from e
-  return DecodeText(content, path, context)
+
+
+def ReadBytes(path: str, context: str) -> bytes:
+  """Returns the content of a file that a user names; see `Reading` for errors."""
+  with Reading(path, context), tf.io.gfile.GFile(path, 'rb') as f:
+    content: bytes = f.read()
+  return content
+
+
+def ReadText(path: str, context: str) -> str:
+  """Returns the text of a file that a user names; see `Reading` for errors.
+
+  Raises:
+    ValueError: the text is not in UTF-8.
+  """
+  return DecodeText(ReadBytes(path, context), path, context)
 
 
 def DecodeText(content: bytes, path: str, context: str, first_line: int = 1) -> str:

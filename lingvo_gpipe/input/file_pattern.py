@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import files
 
-_HASHED_AT_ONCE = 1 << 24
+_READ_AT_ONCE = 1 << 24
 
 
 def Files(pattern: str | Sequence[str], context: str) -> list[str]:
@@ -23,12 +23,17 @@ def Files(pattern: str | Sequence[str], context: str) -> list[str]:
 
   Raises:
     ValueError: the pattern is empty or matches no file.
+    OSError: a match, such as a symbolic link, leads to no file.
   """
   if not pattern:
     raise ValueError(f'{context} is not set: set it to a glob of text files')
   patterns = [pattern] if isinstance(pattern, str) else list(pattern)
   matches = {path for glob in patterns for path in tf.io.gfile.glob(glob)}
   paths = sorted(path for path in matches if not tf.io.gfile.isdir(path))
+  for path in filter(files.IsLocal, paths):
+    if not os.path.exists(path):
+      with files.Reading(path, context):
+        tf.io.gfile.stat(path)
   if not paths:
     raise ValueError(
       f'{context}: no file matches {pattern!r}: check the path (relative paths start at '
@@ -46,16 +51,28 @@ def Lines(path: str, context: str) -> Iterator[str]:
 
   Raises:
     ValueError: a line is not in UTF-8.
+    OSError: the file cannot be read.
   """
-  with tf.io.gfile.GFile(path, 'rb') as f:
-    for number, line in enumerate(f, 1):
-      yield files.DecodeText(line.removesuffix(b'\n').removesuffix(b'\r'), path, context, number)
+  number, tail = 1, b''
+  with files.Reading(path, context), tf.io.gfile.GFile(path, 'rb') as f:
+    # Not the lines of `GFile`, which lack every carriage return, even within a line.
+    while content := f.read(_READ_AT_ONCE):
+      *lines, tail = (tail + content).split(b'\n')
+      for line in lines:
+        yield _Line(line, path, context, number)
+        number += 1
+  if tail:
+    yield _Line(tail, path, context, number)
 
 
-def Digest(path: str) -> str:
-  """Returns the SHA-256 of a file's content, hexadecimal."""
+def _Line(content: bytes, path: str, context: str, number: int) -> str:
+  return files.DecodeText(content.removesuffix(b'\r'), path, context, number)
+
+
+def Digest(path: str, context: str) -> str:
+  """Returns the SHA-256 of a file's content, hexadecimal; see `Lines` for the arguments."""
   digest = hashlib.sha256()
-  with tf.io.gfile.GFile(path, 'rb') as f:
-    while content := f.read(_HASHED_AT_ONCE):
+  with files.Reading(path, context), tf.io.gfile.GFile(path, 'rb') as f:
+    while content := f.read(_READ_AT_ONCE):
       digest.update(content)
   return digest.hexdigest()

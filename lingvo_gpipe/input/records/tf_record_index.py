@@ -55,9 +55,10 @@ class TfRecordIndex:
 
     Raises:
       ValueError: with 'stop', a file is damaged or has a wrong number of records.
+      OSError: a file cannot be read.
     """
     began = time.monotonic()
-    locate = functools.partial(tf_records.RecordLocations, context=context, damaged=damaged)
+    locate = functools.partial(_Locations, context=context, damaged=damaged)
     locations: dict[str, np.ndarray] = {}
     self._context = context if damaged == 'stop' else ''  # For messages that suggest to skip.
     with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
@@ -110,3 +111,8 @@ class TfRecordIndex:
     # Created outside the graph of a tf.data pipeline, they are its inputs and not its constants.
     with tf.init_scope(), tf.device('/device:CPU:0'):
       return tuple(map(tf.constant, (self._paths, self._parts, self.begins, self._sizes)))
+
+
+def _Locations(path: str, context: str, damaged: str) -> np.ndarray:
+  with files.Reading(path, 'records'):
+    return tf_records.RecordLocations(path, context, damaged)

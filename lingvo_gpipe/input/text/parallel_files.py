@@ -39,9 +39,13 @@ class _ParallelFiles(parallel_text.ParallelText):
     paths = file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
     return [([], path) for path in paths]
 
+  def _FilesParam(self, languages: list[str]) -> str:
+    """Returns the param that names a file, for messages; by the known languages of its pairs."""
+    return self._Where('pair_files' if languages else 'file_pattern')
+
   def _SourceParts(self) -> list[Any]:
     return [type(self).__name__] + [
-      (languages, os.path.basename(path), file_pattern.Digest(path))
+      (languages, os.path.basename(path), file_pattern.Digest(path, self._FilesParam(languages)))
       for languages, path in self._Files()
     ]
 
@@ -75,8 +79,7 @@ class TsvPairs(_ParallelFiles):
 
   def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
     for languages, path in self._Files():
-      context = self._Where('pair_files' if languages else 'file_pattern')
-      lines = file_pattern.Lines(path, context)
+      lines = file_pattern.Lines(path, self._FilesParam(languages))
       for number, line in enumerate(lines, 1):
         context = f'{path}, line {number}'
         columns = line.split('\t')

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import domain, hyperparams, nested_map
+from lingvo_gpipe.core import domain, files, hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, file_pattern
 
 VOCAB_SIZE = 256
@@ -101,10 +101,9 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
     separator = bytes([SEPARATOR])
     text_after_separator = bytearray()
     documents = []
-    files = self.Files()
-    for path in files:
-      with tf.io.gfile.GFile(path, 'rb') as f:
-        content = f.read()
+    paths = self.Files()
+    for path in paths:
+      content = files.ReadBytes(path, self._Where('file_pattern'))
       documents.append((self.DocumentName(path), len(content)))
       text_after_separator += separator + content
       if limit and len(text_after_separator) > limit:
@@ -112,8 +111,8 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
         break
     if not any(size for _, size in documents):
       raise ValueError(
-        f'{type(self).__name__} {self.params.name!r}: the data set is empty: {len(files)} empty '
-        f'files, for example {files[0]!r}'
+        f'{type(self).__name__} {self.params.name!r}: the data set is empty: {len(paths)} empty '
+        f'files, for example {paths[0]!r}'
       )
     # A tensor created outside the graph is an input of a tf.data pipeline and not a constant in its
     # graph, which avoids the 2 GB limit of protobuf and a copy per batch.

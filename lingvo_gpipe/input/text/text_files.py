@@ -8,8 +8,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import tensorflow as tf
-
 from lingvo_gpipe.core import domain, files, hyperparams
 from lingvo_gpipe.input import file_pattern
 from lingvo_gpipe.input.text import text_tokens
@@ -52,8 +50,7 @@ class TextFilesInput(text_tokens.TextTokensInput):
       if self.params.documents == 'lines':
         yield from file_pattern.Lines(path, context)
       else:
-        with tf.io.gfile.GFile(path, 'rb') as f:
-          yield self._FileText(f.read(), path)
+        yield self._FileText(files.ReadBytes(path, context), path)
 
   def _FileText(self, content: bytes, path: str) -> str:
     """Decodes a file that is a document; override it for files that are not in UTF-8."""
@@ -65,4 +62,5 @@ class TextFilesInput(text_tokens.TextTokensInput):
   @functools.cached_property
   def _digests(self) -> list[tuple[str, str]]:
     """Name and SHA-256 of each file."""
-    return [(self.DocumentName(path), file_pattern.Digest(path)) for path in self.Files()]
+    context = self._Where('file_pattern')
+    return [(self.DocumentName(path), file_pattern.Digest(path, context)) for path in self.Files()]

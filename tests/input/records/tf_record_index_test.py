@@ -83,6 +83,13 @@ def testDamageAfterTheStartIsNamed(paths, damaged, hint):
 
 
 @pytest.mark.parametrize('damaged', ['stop', 'skip'])
+def testAMissingFileIsNamed(paths, damaged):
+  paths[1].unlink()
+  with pytest.raises(OSError, match=f"'{re.escape(str(paths[1]))}' cannot be read: "):
+    _Index(paths, damaged)
+
+
+@pytest.mark.parametrize('damaged', ['stop', 'skip'])
 def testIndexWithoutRangesIsEmpty(damaged):
   assert tf_record_index.TfRecordIndex([], '', damaged).begins.size == 0
 

@@ -50,6 +50,18 @@ def _Read(cls, **values):
   return list(_Input(cls, **values)._Pairs())
 
 
+def testAFileThatVanishesIsNamed(tmp_path):
+  path = tmp_path / 'a.tsv'
+  source = _Input(parallel_files.TsvPairs, file_pattern=_Tsv(path, _PAIRS))
+  pairs = source._Pairs()
+  files = source._Files()
+  path.unlink()
+  source._Files = lambda: files
+  for read in (lambda: next(pairs), source._SourceParts):
+    with pytest.raises(OSError, match=r"param file_pattern: '.*a\.tsv' cannot be read: "):
+      read()
+
+
 @pytest.mark.parametrize('end', ['\n', '\r\n'])
 def testLinesHaveFourColumns(tmp_path, end):
   _Tsv(tmp_path / 'b.tsv', _PAIRS[2:], end)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.input.text import sentencepiece_training, text_files
+from lingvo_gpipe.input import file_pattern
+from lingvo_gpipe.input.text import sentencepiece_training, text_bytes, text_files
 
 VOCAB_SIZE, BATCH, LENGTH = 400, 3, 16
 _SOURCE = inspect.getsource(textwrap)
@@ -255,6 +256,31 @@ def testInvalidTextsAreNamed(files, vocab, tmp_path):
     path.write_text('\n')
   with pytest.raises(ValueError, match='the data set is empty'):
     _Input(files, vocab).Dataset()
+
+
+def testOnlyTheEndOfALineLosesACarriageReturn(files, vocab, tmp_path, monkeypatch):
+  content = b'\xef\xbb\xbf1\r2\r\n\n\r\r\n3\r'
+  (tmp_path / 'text' / 'a.txt').write_bytes(content)
+  (tmp_path / 'text' / 'b.txt').write_bytes(b'4')
+  lines = ['1\r2', '', '\r', '3', '4']
+  for size in (1, 4, 1 << 20):
+    monkeypatch.setattr(file_pattern, '_READ_AT_ONCE', size)
+    assert list(_Input(files, vocab).VocabularyTexts()) == lines
+  assert list(_Input(files, vocab, documents='files').VocabularyTexts()) == [
+    content.decode('utf-8-sig'), '4'
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize('target', ['/nowhere', 'a.txt'])
+def testFilesThatCannotBeReadAreNamed(files, vocab, tmp_path, target):
+  link = tmp_path / 'text' / 'a.txt'
+  link.unlink()
+  link.symlink_to(target)
+  p = text_bytes.TextBytesInput.Params().Set(file_pattern=files, batch_size=1, seq_len=4)
+  for source in (_Input(files, vocab), p.Instantiate()):
+    with pytest.raises(OSError, match=r"param file_pattern: '.*a\.txt' cannot be read: ") as e:
+      source.Dataset()
+    assert '\n' not in str(e.value)
 
 
 if __name__ == '__main__':
