@@ -157,7 +157,7 @@ def Read(path: str) -> list[report.Measured]:
     return [
       (configuration.Configuration(**line['configuration']), line['result']) for line in lines
     ]
-  except (OSError, ValueError, KeyError, TypeError) as e:
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
     raise ValueError(f'--table_of: expected a file that --output wrote: {path}: {e!r}') from e
 
 
@@ -181,8 +181,12 @@ def Show(measured: Sequence[report.Measured]) -> None:
 
 def Run() -> int:
   """Measures all configurations and prints the table; returns 1 if a measurement failed."""
-  if FLAGS.table_of:
-    Show(Read(FLAGS.table_of))
+  if path := FLAGS.table_of:
+    measured = Read(path)
+    try:
+      Show(measured)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
+      raise ValueError(f'--table_of: expected a file that --output wrote: {path}: {e!r}') from e
     return 0
   grid = Grid()
   if FLAGS.peer and not PeerIsThere():

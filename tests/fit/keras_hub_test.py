@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import shutil
 import sys
 
 import keras
@@ -173,6 +174,27 @@ def testThePlainModelReturnsFromItsFiles(preset, tmp_path):
   _CheckWeights(keras.models.load_model(tmp_path / 'a.keras', compile=False), pipe)
 
 
+@pytest.mark.parametrize(
+  ('file', 'content'),
+  [
+    ('config.json', b'{'),
+    ('task.json', b'[]'),
+    ('model.weights.h5', None),
+    ('model.weights.h5', b'no HDF5'),
+  ],
+)
+def testADamagedPresetIsRefusedInOneLine(preset, tmp_path, file, content):
+  path = str(tmp_path / 'gpt2')
+  shutil.copytree(preset[0], path)
+  if content is None:
+    (tmp_path / 'gpt2' / file).unlink()
+  else:
+    (tmp_path / 'gpt2' / file).write_bytes(content)
+  with pytest.raises(ValueError, match=f'^cannot read the preset {path!r}: .+$') as e:
+    _Pipe(path)
+  assert type(e.value) is ValueError
+
+
 def testTheHeadOfATaskIsLoadedWithIt(tmp_path):
   model = keras_fits.Seeded(_Classifier)
   model.save_to_preset(str(tmp_path / 'resnet'))
@@ -190,6 +212,22 @@ def testTheHeadOfATaskIsLoadedWithIt(tmp_path):
 
 
 # ---- directories of Hugging Face -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('file', 'content'),
+  [
+    ('model-0.safetensors', b''),
+    ('model.safetensors.index.json', b'{"weight_map": []}'),
+    ('config.json', b'{"model_type": "gpt2", "vocab_size": -1}'),
+  ],
+)
+def testADamagedDirectoryOfHuggingFaceIsRefusedInOneLine(tmp_path, file, content):
+  pytest.importorskip('safetensors')
+  hugging_face.Write(tmp_path, num_files=3)
+  (tmp_path / file).write_bytes(content)
+  with pytest.raises(ValueError, match=f'^cannot read the preset {str(tmp_path)!r}: .+$'):
+    _Pipe(str(tmp_path))
 
 
 @pytest.mark.parametrize(('num_files', 'dtype'), [(1, 'F32'), (3, 'BF16')])

@@ -383,6 +383,17 @@ def testInvalidFlagsAreRejected(forks, flag, message):
   assert message in line
 
 
+@pytest.mark.parametrize('result', [{}, {'steps': 1.0}, {'steps': [0.0]}, {'steps': ['x']}, 1])
+def testATableOfOtherResultsIsRefused(forks, tmp_path, result):
+  path = tmp_path / 'results.jsonl'
+  line = {'configuration': json.loads(_Config().ToJson()), 'result': result}
+  path.write_text(json.dumps(line) + '\n')
+  done = forks.Run(_PROGRAM, f'--table_of={path}')
+  assert done.returncode == 2
+  (line,) = done.stderr.splitlines()
+  assert line.startswith(f'--table_of: expected a file that --output wrote: {path}: ')
+
+
 def testHelpListsTheFlagsOfTheGuide(forks):
   text = processes.Succeeded(forks.Run(_PROGRAM, '--help')).stdout
   pages = ('performance.md', 'measurements.md')

@@ -17,8 +17,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
+from lingvo_gpipe.core import files
 from lingvo_gpipe.layers.keras import keras_variables
+
+# Errors that say nothing about the files.
+_DEVICE_ERRORS = (
+  tf.errors.AbortedError,
+  tf.errors.CancelledError,
+  tf.errors.DeadlineExceededError,
+  tf.errors.InternalError,
+  tf.errors.ResourceExhaustedError,
+  tf.errors.UnavailableError,
+)
 
 
 def Model(keras_class: Any, preset: str, **kwargs: Any) -> Any:
@@ -28,9 +40,12 @@ def Model(keras_class: Any, preset: str, **kwargs: Any) -> Any:
     keras_class: a class of keras_hub.models with `from_preset`, such as CausalLM.
     preset: the preset.
     **kwargs: arguments of `from_preset`, such as `preprocessor=None` or `dtype`.
+
+  Raises:
+    ValueError: the preset cannot be read.
   """
-  _Loader(preset)
-  with keras_variables.WithoutValues():  # An optimizer would have values.
+  with _Reading(preset), keras_variables.WithoutValues():  # An optimizer would have values.
+    _Loader(preset)
     return keras_class.from_preset(preset, load_weights=False, compile=False, **kwargs)
 
 
@@ -61,9 +76,12 @@ def LoadWeights(model: Any, preset: str) -> None:
   """Fills the variables of a task, wherever they are, one after another.
 
   Variables that the preset lacks, as LoRA's or the head of another task, keep their values.
+
+  Raises:
+    ValueError: the preset cannot be read.
   """
-  loader = _Loader(preset)
-  with keras_variables.Streaming(), _ReadingInSlices():
+  with _Reading(preset), keras_variables.Streaming(), _ReadingInSlices():
+    loader = _Loader(preset)
     lora = {id(v): v.numpy() for v in model.variables if '/lora_' in v.path}
     if hasattr(loader, '_load_backbone_weights'):  # A preset of KerasHub.
       _LoadTaskWeights(model, preset)
@@ -139,5 +157,20 @@ def _Loader(preset: str) -> Any:
   try:
     return preset_utils.get_preset_loader(preset)
   except ValueError as e:
-    reason = str(e).partition('.')[0]
-    raise ValueError(f'cannot read the preset {preset!r}: {reason}') from None
+    raise ValueError(str(e).partition('.')[0]) from None
+
+
+@contextlib.contextmanager
+def _Reading(preset: str) -> Iterator[None]:
+  """Turns every error by which KerasHub and its libraries reject files into one line.
+
+  For damaged files they raise errors of many kinds, such as KeyError and SafetensorError, which do
+  not name the preset. Errors of devices and of too little memory stay as they are.
+  """
+  try:
+    yield
+  except (MemoryError, *_DEVICE_ERRORS):
+    raise
+  except Exception as e:
+    kind = '' if type(e) is ValueError else f'{type(e).__name__}: '
+    raise ValueError(f'cannot read the preset {preset!r}: {kind}{files.OneLine(e)}') from e
