@@ -5,9 +5,10 @@
 
 kills and stops training runs and their workers, cuts links between hosts, damages checkpoints,
 fills a small disk and limits memory: each run must end bit-for-bit like an undisturbed run. It also
-mutates the texts and files that are read: each must be read, or refused in one line, within a time
-limit. It prints the number of cases of each kind and a command that repeats each failure; the exit
-status is 1 if there are any. The effect of a signal depends on timing, so a repeated case may pass.
+mutates each kind of text and file that is read: each must be read rightly, or refused in one line,
+within a time limit. It prints the number of cases of each kind and a command that repeats each
+failure; the exit status is 1 if there are any. The effect of a signal depends on timing, so a
+repeated case may pass.
 
 It ends only processes that it started. Hosts are network namespaces of this machine, which need
 root; so does a small disk, in whose place the size of files may be limited.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from lingvo_gpipe.cli import binary  # noqa: F401  First: it keeps TensorFlow quiet.
 
 # isort: split
+import functools
 import os
 import pathlib
 import random
@@ -29,13 +31,30 @@ from collections import Counter
 from absl import flags
 
 from tools import program
-from tools.chaos_attacks import children, run_attacks, text_attacks
+from tools.chaos_attacks import (
+  children,
+  data_files,
+  file_attacks,
+  preset_files,
+  program_files,
+  run_attacks,
+  text_attacks,
+)
 
 FLAGS = flags.FLAGS
 
 # In each turn the attacks of `run_attacks` come once, the others more often: they take less time.
 _TIMES_IN_A_TURN = 10
 
+_RUN_ATTACKS: dict[str, run_attacks.Attack] = {
+  'kill': run_attacks.Kill,
+  'workers': run_attacks.Workers,
+  'links': run_attacks.Links,
+  'checkpoints': run_attacks.Checkpoints,
+  'disk': run_attacks.Disk,
+  'memory': run_attacks.Memory,
+}
+_KINDS = {**data_files.KINDS, **program_files.KINDS, **preset_files.KINDS}
 _ATTACKS: dict[str, run_attacks.Attack] = {
   'overrides': text_attacks.Overrides,
   'params_file': text_attacks.ParamsFile,
@@ -43,12 +62,8 @@ _ATTACKS: dict[str, run_attacks.Attack] = {
   'schedule': text_attacks.Schedule,
   'token_store': text_attacks.TokenStore,
   'records': text_attacks.Records,
-  'kill': run_attacks.Kill,
-  'workers': run_attacks.Workers,
-  'links': run_attacks.Links,
-  'checkpoints': run_attacks.Checkpoints,
-  'disk': run_attacks.Disk,
-  'memory': run_attacks.Memory,
+  **{name: functools.partial(file_attacks.Attack, name, kind) for name, kind in _KINDS.items()},
+  **_RUN_ATTACKS,
 }
 
 # Time limits of a program and of a case, which runs several programs.
@@ -67,7 +82,7 @@ def DefineFlags() -> None:
 def Run() -> int:
   """Runs cases until the time is over; returns the exit status."""
   names = program.Names('attacks', _ATTACKS)
-  short = [name for name in names if _ATTACKS[name].__module__ != run_attacks.__name__]
+  short = [name for name in names if name not in _RUN_ATTACKS]
   turn = names + short * (_TIMES_IN_A_TURN - 1)
   end = time.monotonic() + 60.0 * FLAGS.minutes
   counts: Counter[str] = Counter()
@@ -85,7 +100,7 @@ def Run() -> int:
   finally:
     shutil.rmtree(folder, ignore_errors=True)
   for name in names:
-    print(f'{name:12} {counts[name]:6} cases {findings[name]:4} findings')
+    print(f'{name:17} {counts[name]:6} cases {findings[name]:4} findings')
   return 1 if findings else 0
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests import naming, processes
+from tools.chaos_attacks import network
 
 _DRIVER = f"""
 import sys, time
@@ -34,7 +35,11 @@ if sys.argv[1] == 'planted':
   if 'Hanging' in sys.argv[-1]:
     chaos._CASE_SECONDS = 0.1
     chaos._ATTACKS['Hanging'] = Hanging
-run_attacks._LAST_STEP, run_attacks._HALF_STEP = 5, 2
+elif sys.argv[1] == 'files':  # All kinds of texts and files, once each.
+  for name in chaos._RUN_ATTACKS:
+    del chaos._ATTACKS[name]
+  sys.argv[1] = f'--cases={{len(chaos._ATTACKS)}}'
+run_attacks._LAST_STEP, run_attacks._HALF_STEP = 4, 2
 run_attacks._PARAMS += ';task.num_layers:1;task.stack.num_micro_batches:2'  # Faster to trace.
 program.Main(chaos.DefineFlags, chaos.Run, '')
 """
@@ -64,11 +69,31 @@ def testACaseThatDoesNotEndIsAFinding(chaos):
   assert done.returncode == 1 and 'no end within 0.1 s' in done.stdout
 
 
-def testAShortRunHasNoFindings(chaos):
-  kinds = 'overrides,params_file,cluster_file,schedule,token_store,records,checkpoints'
-  done = chaos('--cases=7', '--seed=1', f'--attacks={kinds}')
+def testEachKindOfFileIsReadOrRefused(chaos):
+  _CheckNoFindings(chaos('files', '--seed=1'), least=19)
+
+
+# Seeds with which each attack comes soon, and once.
+@pytest.mark.parametrize(
+  ('names', 'seed'), [(['kill', 'checkpoints', 'disk', 'memory'], 7), (['workers', 'links'], 82)]
+)
+def testRunsEndLikeUndisturbedOnes(chaos, names, seed):
+  missing = ''
+  if 'links' in names:
+    try:
+      with network.Network(1):
+        pass
+    except OSError as e:
+      names, missing = names[:-1], f'links cannot be cut: {e}'
+  done = chaos(f'--attacks={",".join(names)}', f'--cases={len(names)}', f'--seed={seed}')
+  _CheckNoFindings(done, least=len(names))
+  if missing:
+    pytest.skip(missing)
+
+
+def _CheckNoFindings(done, least):
   assert done.returncode == 0, done.stdout + done.stderr
-  assert done.stdout.count(' 1 cases    0 findings') == 7
+  assert done.stdout.count(' 1 cases    0 findings') == done.stdout.count('\n') >= least
 
 
 if __name__ == '__main__':

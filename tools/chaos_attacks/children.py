@@ -46,8 +46,9 @@ class Ended(NamedTuple):
 
   @property
   def messages(self) -> list[str]:
-    """The lines for users: without absl's log."""
-    return [line for line in self.stderr.splitlines() if not re.match(r'[IWE]\d{4} ', line)]
+    """The lines for users: without absl's log and its warning of a --flagfile."""
+    lines = self.stderr.splitlines()
+    return [line for line in lines if not re.match(r'[IWE]\d{4} |Warning: Hit circular ', line)]
 
 
 class Child:
@@ -143,15 +144,22 @@ class Runner:
   def Start(
     self, name: str, args: Sequence[str], prepare: Callable[[], None] | None = None
   ) -> Child:
-    """Starts a program in a fork, after a function that may limit its resources."""
+    """Starts a program in a fork.
+
+    Args:
+      name: the name of a program of lingvo_gpipe, or of a module, which has a dot.
+      args: its arguments.
+      prepare: a function that may limit its resources before.
+    """
 
     def Run() -> None:
       if prepare:
         prepare()
       os.chdir(program.ROOT)
       sys.argv = [name, *args]
-      sys.modules.pop(f'lingvo_gpipe.{name}', None)  # It may be imported already.
-      runpy.run_module(f'lingvo_gpipe.{name}', run_name='__main__')
+      module = name if '.' in name else f'lingvo_gpipe.{name}'
+      sys.modules.pop(module, None)  # It may be imported already.
+      runpy.run_module(module, run_name='__main__')
 
     self._count += 1
     return Child(Run, self.folder / f'process_{self._count}')
@@ -172,7 +180,8 @@ class Runner:
     self._count += 1
     ended = self.Wait(Child(run, self.folder / f'process_{self._count}'))
     if ended.status:
-      raise FindingError(f'status {ended.status}: {ended.stderr[-1500:]}')
+      text = ended.stderr.partition('FindingError: ')[2] or ended.stderr[-1500:]
+      raise FindingError(f'status {ended.status}: {text.strip()}')
 
 
 def CheckEnd(ended: Ended, statuses: Sequence[int] = (0,)) -> None:

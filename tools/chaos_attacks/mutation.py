@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pathlib
 import random
 import shutil
+from typing import Any
 
 # Parts with a meaning to one of the readers.
 _PARTS = [
@@ -19,6 +22,11 @@ _PARTS = [
 ]  # fmt: skip
 _BYTES = [b'', b'\0', b'\xff', b'\xfe\xff', b'\n', b'\x00' * 50, b'\xff' * 9, b'\xc3\x28']
 
+_VALUES: list[Any] = [
+  None, True, 0, -1, 1, 2**31, 2**63, 10**30, 10**400, 0.5, 1e-300, 1e308, float('nan'),
+  float('inf'), '', '1', 'x', '../x', '/etc/passwd', '\ud7ff', '\n', [], [1], {}, {'x': 1}, [[]],
+]  # fmt: skip
+
 
 def Text(draw: random.Random, text: str) -> str:
   """Returns a text with some parts removed, repeated, moved or replaced."""
@@ -29,6 +37,27 @@ def Text(draw: random.Random, text: str) -> str:
     part = draw.choice([draw.choice(_PARTS), text[cut : cut + 20], chr(draw.randint(1, 0xD7FF))])
     text = text[:begin] + part * draw.choice([1, 1, 1, 2, 300 if len(part) < 4 else 1]) + text[end:]
   return text
+
+
+def Json(draw: random.Random, text: str) -> str:
+  """Returns valid JSON in which one value is replaced, removed or renamed."""
+  root = [json.loads(text)]
+  inner: Any = root
+  while True:
+    key = draw.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
+    if not isinstance(inner[key], dict | list) or not inner[key] or draw.random() < 0.2:
+      break
+    inner = inner[key]
+  kind = draw.choice(['replace', 'replace', 'replace', 'remove', 'rename'])
+  if kind == 'replace' or inner is root:
+    inner[key] = draw.choice(_VALUES)
+  elif kind == 'remove':
+    del inner[key]
+  elif isinstance(inner, dict):
+    inner[draw.choice(['', 'x', '../x', *inner])] = inner.pop(key)
+  else:
+    inner.insert(key, inner[key])
+  return json.dumps(root[0])
 
 
 def Bytes(draw: random.Random, data: bytes) -> bytes:
@@ -52,10 +81,20 @@ def Bytes(draw: random.Random, data: bytes) -> bytes:
 
 def File(draw: random.Random, path: pathlib.Path) -> str:
   """Damages a file, or replaces it by something else; returns a description."""
-  kind = draw.choice(['bytes', 'bytes', 'bytes', 'empty', 'remove', 'folder', 'link', 'truncate'])
+  kinds = ['bytes', 'bytes', 'bytes', 'empty', 'remove', 'folder', 'link', 'truncate']
   data = path.read_bytes()
+  text = ''
+  with contextlib.suppress(ValueError):
+    text = data.decode()
+    kinds += ['text'] * 3
+    kinds += ['json'] * 6 * bool(json.loads(text))
+  kind = draw.choice(kinds)
   if kind == 'bytes':
     path.write_bytes(Bytes(draw, data))
+  elif kind == 'text':
+    path.write_bytes(Text(draw, text).encode())
+  elif kind == 'json':
+    path.write_bytes(Json(draw, text).encode())
   elif kind == 'truncate':
     os.truncate(path, draw.randrange(max(1, len(data))))
   elif kind == 'empty':

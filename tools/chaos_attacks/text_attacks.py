@@ -15,7 +15,7 @@ from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.input.records import tf_records
 from lingvo_gpipe.input.text import token_store
 from lingvo_gpipe.pipeline.schedule import schedules
-from tools.chaos_attacks import children, mutation
+from tools.chaos_attacks import children, data_files, mutation
 
 _KEYS = ('lm.stdlib.ByteTransformerGPipe2', 'image.digits.LeNet5', 'image.digits.AmoebaNetDGPipe2')
 _VALUES = [
@@ -23,8 +23,6 @@ _VALUES = [
   'true', 'x', "''", '[]', '()', '{}', '[1]', '[None]', "{'a': 1}", '{1: ([], [])}', 'tf.string',
   'tf.float64', 'type/lingvo_gpipe.layers.norm/LayerNorm', 'type/os/system', '3', '[[1, 2], [3]]',
 ]  # fmt: skip
-# Lengths of records that exceed their file.
-_LENGTHS = (2**20, 2**31, 2**36, 2**62, 2**63, 2**64 - 1)
 
 
 def Overrides(draw: random.Random, runner: children.Runner) -> None:
@@ -138,8 +136,6 @@ def Records(draw: random.Random, runner: children.Runner) -> None:
 def _WriteRecords(draw: random.Random, path: pathlib.Path, records: list[bytes]) -> None:
   data = b''
   for record in records:
-    length = draw.choice(_LENGTHS) if draw.random() < 0.2 else len(record)
-    header = length.to_bytes(8, 'little')
-    data += header + tf_records.MaskedChecksum(header).to_bytes(4, 'little')
-    data += record + tf_records.MaskedChecksum(record).to_bytes(4, 'little')
+    length = draw.choice(data_files.LENGTHS) if draw.random() < 0.2 else len(record)
+    data += data_files.Record(record, length)
   path.write_bytes(mutation.Bytes(draw, data) if draw.random() < 0.7 else data)

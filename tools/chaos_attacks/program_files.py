@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of files that users hand to the programs, and that runs and studies leave behind."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import random
+
+from lingvo_gpipe.pipeline.schedule import schedules
+from tools import program
+from tools.chaos_attacks import children, file_attacks
+
+_MODEL = 'lm.stdlib.ByteTransformerGPipe2'
+_PARAMS = (
+  'task.num_layers:1;task.model_dim:16;task.hidden_dim:32;task.num_heads:2;task.stack.xla:False;'
+  'task.stack.num_micro_batches:2;input.max_bytes:5000;input.batch_size:4;input.seq_len:16;'
+  'task.train.save_interval_steps:1'
+)
+_STEPS = 3
+_SECONDS = 120.0
+_WARM_START = "task.train.init_from_checkpoint_rules:{{'{}': ([(r'(.*)', r'\\1')], [])}}"
+
+
+def _MakeFlags(folder: pathlib.Path) -> None:
+  lines = [
+    '# A run.', f'--model={_MODEL}', '--mode=inspect_params', '',
+    '--num_devices=2', '--model_params_override=task.num_layers:1', '--nostack_trace',
+    '--platform', 'cpu', '--params_package=params',
+  ]  # fmt: skip
+  (folder / 'flags').write_text('\n'.join(lines) + '\n')
+  (folder / 'more').write_text('--num_replicas=1\n// A comment.\n--nostack_trace\n')
+
+
+def _ReadFlags(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
+  names = draw.choice([['flags'], ['more', 'flags'], ['more']])
+  args = [f'--flagfile={folder / name}' for name in names]
+  return file_attacks.Command('trainer', [*args, f'--model={_MODEL}', '--mode=inspect_params'])
+
+
+def _DamageFlags(draw: random.Random, folder: pathlib.Path) -> str:
+  if draw.random() < 0.3:  # Even a file that refers to itself.
+    with (folder / 'flags').open('a') as f:
+      f.write(f'--flagfile={folder / draw.choice(["more", "flags", "missing", ""])}\n')
+    if draw.random() < 0.3:
+      return 'reference to a file'
+  return file_attacks.DamageAny(draw, folder)
+
+
+def _MakeDevices(folder: pathlib.Path) -> None:
+  path = program.ROOT / 'tools' / 'devices' / 'h100.json'
+  (folder / path.name).write_bytes(path.read_bytes())
+
+
+def _ReadDevices(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
+  return file_attacks.Command('tools.plan', [
+    f'--model={_MODEL}', '--platform=cpu', f'--model_params_override={_PARAMS}',
+    f'--device_file={folder / "h100.json"}', '--schedules=gpipe,1f1b', '--remat_policies=stage',
+    '--vocabularies=one', '--num_stages=2', f'--num_devices={draw.choice([2, 4])}', '--num_rows=2',
+  ])  # fmt: skip
+
+
+def _MakePictures(folder: pathlib.Path) -> None:
+  for name in ('1f1b', 'zb_h1'):
+    (folder / name).write_text(schedules.Get(name, 3, 4).ToText())
+  (folder / 'timeline.html').write_text(
+    '<html><body><h2>step 7 &amp; 8</h2>\n<svg width="9" viewBox="0 0 500 200"><style>a{}</style>'
+    '<rect class="measured"/></svg></body></html>'
+  )
+
+
+def _ReadPictures(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
+  name = draw.choice(['schedule=1f1b', 'schedule=zb_h1', 'timeline=timeline.html'])
+  flag, _, file = name.partition('=')
+  args = [f'--{flag}={folder / file}', f'--output={folder / "x.svg"}']
+  return file_attacks.Command('tools.draw_schedule', args)
+
+
+def _MakeTable(folder: pathlib.Path) -> None:
+  configuration = {
+    'system': 'lingvo_gpipe', 'workload': 'a', 'sizes': {'layers': 2}, 'num_stages': 2,
+    'num_micro_batches': 4, 'schedule': 'gpipe', 'remat_policy': 'stage', 'xla': True,
+    'num_cores': 2, 'repeats': 3, 'seconds': 0.0,
+  }  # fmt: skip
+  result = {
+    'steps': [0.5, 0.6], 'cores': 2, 'memory_mib': 9.0, 'trace_seconds': 1.0,
+    'compile_seconds': 1.0, 'simulated_best': 0.4,
+  }  # fmt: skip
+  line = json.dumps({'configuration': configuration, 'result': result, 'time': 1.0})
+  (folder / 'results.jsonl').write_text(f'{line}\n')
+
+
+def _MakeRun(folder: pathlib.Path) -> None:
+  runner = children.Runner(folder.parent / 'training', _SECONDS)
+  args = [f'--max_steps={_STEPS}', 'task.train.eval_datasets:[]']
+  children.CheckEnd(runner.Run('trainer', [*_Args(folder / 'run', args[1]), args[0]]))
+
+
+def _Args(logdir: pathlib.Path, more: str = '') -> list[str]:
+  return [
+    f'--model={_MODEL}', '--platform=cpu', f'--logdir={logdir}',
+    f'--model_params_override={_PARAMS};{more}',
+  ]  # fmt: skip
+
+
+def _ReadRun(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
+  """Evaluates, exports, compares or inspects a run, or starts another one with its weights."""
+  logdir = folder / 'run'
+  rules = _WARM_START.format(logdir)
+  checkpoint = draw.choice([_STEPS - 1, _STEPS])
+  export = ['--mode=export', f'--export_dir={folder / "export"}', f'--checkpoint={checkpoint}']
+  warm = _Args(folder / 'warm', f'task.train.eval_datasets:[];{rules}')
+  evaluation = [*_Args(logdir), '--once', f'--checkpoint={checkpoint}']
+  return draw.choice([
+    file_attacks.Command('evaluator', evaluation, is_checked=True),
+    file_attacks.Command('trainer', [*_Args(logdir), *export]),
+    file_attacks.Command('trainer', ['--mode=diff_params', str(logdir), _MODEL], (0, 1)),
+    file_attacks.Command('trainer', ['--mode=inspect_checkpoint', f'--logdir={logdir}'], (0, 1)),
+    file_attacks.Command('trainer', [*warm, '--max_steps=1']),
+  ])  # fmt: skip
+
+
+def _ReadTable(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
+  del draw
+  return file_attacks.Command('tools.benchmark', [f'--table_of={folder / "results.jsonl"}'])
+
+
+KINDS = {
+  'flag_file': file_attacks.Kind(_MakeFlags, command=_ReadFlags, damage=_DamageFlags),
+  'device_file': file_attacks.Kind(_MakeDevices, command=_ReadDevices),
+  'pictures': file_attacks.Kind(_MakePictures, command=_ReadPictures),
+  'benchmarks': file_attacks.Kind(_MakeTable, command=_ReadTable),
+  'run': file_attacks.Kind(_MakeRun, command=_ReadRun),
+}
