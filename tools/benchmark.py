@@ -182,9 +182,9 @@ def Show(measured: Sequence[report.Measured]) -> None:
 def Run() -> int:
   """Measures all configurations and prints the table; returns 1 if a measurement failed."""
   if path := FLAGS.table_of:
-    measured = Read(path)
+    lines = Read(path)
     try:
-      Show(measured)
+      Show(lines)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
       raise ValueError(f'--table_of: expected a file that --output wrote: {path}: {e!r}') from e
     return 0

@@ -49,6 +49,11 @@ _MODELS = {
 _SHARE = 4.0
 _ACCUMULATED = 'task.train.learner.num_accumulated_mini_batches'
 _WARMUP = 'task.train.learner.lr_schedule.warmup_steps'
+# Fields of a line that a resumed study and its report need.
+_RESULT_FIELDS = {
+  'name', 'overrides', 'num_params', 'steps', 'seconds', 'total_seconds', 'is_done', 'dev_loss',
+  'metrics',
+}  # fmt: skip
 
 
 def DefineFlags() -> None:
@@ -95,15 +100,27 @@ def _LargerBatch(key: str, factor: int) -> list[str]:
 
 
 def ReadResults(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-  """Returns {name: line of a finished model}; ignores incomplete lines."""
+  """Returns {name: line of a finished model}; ignores incomplete lines.
+
+  Raises:
+    ValueError: the file cannot be read, or a complete line is not the result of a model.
+  """
   results = {}
-  if path.exists():
-    for line in path.read_text(encoding='utf-8').splitlines():
-      try:
-        result = json.loads(line)
-      except json.JSONDecodeError:
-        continue
-      results[result['name']] = result
+  try:
+    text = path.read_text(encoding='utf-8') if path.exists() else ''
+  except (OSError, UnicodeDecodeError) as e:
+    raise ValueError(f'--output: {path} cannot be read: {e}') from e
+  for number, line in enumerate(text.splitlines(), 1):
+    try:
+      result = json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+      continue
+    if not isinstance(result, dict) or not _RESULT_FIELDS <= result.keys():
+      raise ValueError(
+        f'--output: {path}, line {number}: expected the result of a model, got {line[:60]!r}: '
+        'restore it, or choose another folder'
+      )
+    results[result['name']] = result
   return results
 
 

@@ -91,6 +91,14 @@ def testFinishedModelsAreReportedAndNotTrainedAgain(output):
       study.Run()
 
 
+@pytest.mark.parametrize('content', [b'[]\n', b'{"name": "x"}\n', b'\xff'])
+def testOtherResultsAreRefused(tmp_path, content):
+  path = tmp_path / 'results.jsonl'
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=f'^--output: {path}.*$'):
+    study.ReadResults(path)
+
+
 def testGainsOverTheBaselines():
   sizes = {'de': 100, 'fr': 10}
   baselines = {language: {'bleu': 20.0} for language in sizes}
