@@ -10,3 +10,8 @@ def Naming(*parts: object) -> str:
   A part is a param, path, stage, number, file or flag. It stands alone: 3 is not found in 13.
   """
   return '(?s)' + ''.join(rf'(?=.*(?<!\w){re.escape(str(part))}(?!\w))' for part in parts)
+
+
+def Names(text: str, *parts: object) -> bool:
+  """Whether a text names each part, such as a line of a log."""
+  return re.search(Naming(*parts), text) is not None

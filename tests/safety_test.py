@@ -18,7 +18,7 @@ from lingvo_gpipe.checkpoint import assets, checkpointer, logdir_lock
 from lingvo_gpipe.core import base_layer, weight_params
 from lingvo_gpipe.evaluation import dataset_pass
 from lingvo_gpipe.experiment import registry
-from tests import fuzzing, processes
+from tests import fuzzing, naming, processes
 
 _ROOT = pathlib.Path(lingvo_gpipe.__file__).parents[1]
 _RUNS_TEXT = {'eval', 'exec', 'compile', '__import__'}
@@ -129,7 +129,7 @@ def testNamesOfDataSetsAreNotPaths(text):
     # The code behind the check of the name.
     dataset_pass.DatasetPass(None, None, text, 'run', None)
   except ValueError as e:
-    assert 'a name of letters' in str(e)
+    assert naming.Names(str(e), 'letters')
   except AttributeError:
     assert text == os.path.basename(text) and text.isidentifier()
 
@@ -144,7 +144,8 @@ def testLinksAreNotFollowed(tmp_path):
   (directory / 'ckpt-00000001-0123abcd').symlink_to(outside)
   (directory / 'ckpt-00000001.json.tmp-0123abcd').symlink_to(outside / 'mine')
   (directory / logdir_lock.FILE_NAME).symlink_to(outside / 'mine')
-  with pytest.raises(OSError, match=f'Cannot write {logdir_lock.FILE_NAME} in .*symbolic links'):
+  names = f"'{directory}'", logdir_lock.FILE_NAME, 'symbolic links'
+  with pytest.raises(OSError, match=naming.Naming(*names)):
     logdir_lock.HoldLock(str(directory)).__enter__()
   checkpointer.Checkpointer(directory).Save(2, {'v': tf.Variable(1.0)}, {})
   assert (outside / 'mine').read_text() == 'kept'
@@ -159,7 +160,9 @@ def testLinksAreNotFollowed(tmp_path):
     record['folder'] = folder
     digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
     path.write_text(json.dumps({'sha256': digest, 'checkpoint': record}))
-    with pytest.raises(checkpointer.DamagedError, match='names step 2 and folder'):
+    with pytest.raises(
+      checkpointer.DamagedError, match=naming.Naming(path.name, 'step 2', repr(folder))
+    ):
       checkpointer.Checkpointer(directory).Latest()
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import background_saver, checkpointer, logdir_lock, tensor_bundle
 from lingvo_gpipe.core import heartbeat
+from tests import naming
 
 
 class _Gate:
@@ -102,12 +103,12 @@ def testAnErrorInTheBackgroundIsRaisedAtTheNextCall(tmp_path, monkeypatch, caplo
   saver.Save(2, {'v': v}, {})
   saver._thread.join()
   monkeypatch.setattr(tensor_bundle, 'Write', write)
-  message = 'Cannot save .*step 2 .*No space left.*untouched'
+  names = 'step 2', tmp_path, 'No space left on device'
   if call == 'Close':
     saver.Close()
-    assert 'Cannot save the checkpoint of step 2' in caplog.text
+    assert naming.Names(caplog.text, *names)
   else:
-    with pytest.raises(OSError, match=message):
+    with pytest.raises(OSError, match=naming.Naming(*names)):
       {'Check': saver.Check, 'Wait': saver.Wait}.get(call, lambda: saver.Save(3, {'v': v}, {}))()
   assert _Saved(tmp_path) == (1, 1.0) and saver.num_saves == 1
   # The error is raised once; the next save succeeds.
@@ -125,7 +126,9 @@ def testALostDirectoryIsNotWritten(tmp_path, in_background):
     saver.Save(1, {'v': tf.Variable(1.0)}, {})
     saver.Wait()
     directory.rename(tmp_path / 'moved')
-    with pytest.raises(logdir_lock.LostError, match='lost its directory'):
+    with pytest.raises(
+      logdir_lock.LostError, match=naming.Naming(f"'{directory}'", 'trainer.lock')
+    ):
       saver.Save(2, {'v': tf.Variable(2.0)}, {})
     assert not directory.exists()
   assert _Saved(tmp_path / 'moved') == (1, 1.0)
@@ -194,7 +197,7 @@ def testTooLittleMemoryForTheCopyIsAnError(tmp_path, monkeypatch):
 
   monkeypatch.setattr(background_saver, '_Copy', Fail)
   saver = _Saver(tmp_path)
-  with pytest.raises(OSError, match=r'step 3: .*host memory.*train\.save_async'):
+  with pytest.raises(OSError, match=naming.Naming('step 3', 'host memory', 'train.save_async')):
     saver.Save(3, {'v': tf.Variable(1.0)}, {})
   assert saver.Report() is None
 
@@ -208,7 +211,7 @@ def testNonFiniteTrainedWeightsAreNotSaved(tmp_path, caplog, in_background):
   for step, bad in ((2, np.nan), (3, np.inf)):
     weight.assign([1.0, bad])
     assert not saver.Save(step, {'w': weight, **extra}, {}, trained=['w'])
-    assert f'step {step}: w is not finite' in caplog.text
+    assert naming.Names(caplog.text, f'step {step}', 'w', 'finite')
   weight.assign([1.0, 2.0])
   assert saver.Save(4, {'w': weight, **extra}, {}, trained=['w'])
   saver.Wait()

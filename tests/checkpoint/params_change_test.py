@@ -181,7 +181,7 @@ def testTheRulesApplyToEachOfSeveralTasks():
     'task_name:parity',
     'input.parity.batch_size:3',
   ):
-    with pytest.raises(ValueError, match=grave.partition(':')[0]):
+    with pytest.raises(ValueError, match=naming.Naming('~ ' + grave.partition(':')[0])):
       params_change.Check(info, Params(grave), allow=False)
     params_change.CheckEvaluated(info, Params(grave), allow=False)
   averaged = Params('task_params.parity.train.ema_decay:0.9')
@@ -189,7 +189,7 @@ def testTheRulesApplyToEachOfSeveralTasks():
     params_change.Check(info, averaged, allow=True)
   params_change.CheckEvaluated(info, averaged, allow=False)
   for other_model in ('task_params.digit.hidden_dim:64', 'variable_renaming_rules:[]'):
-    with pytest.raises(ValueError, match=other_model.partition(':')[0]):
+    with pytest.raises(ValueError, match=naming.Naming('~ ' + other_model.partition(':')[0])):
       params_change.CheckEvaluated(info, Params(other_model), allow=False)
 
 
@@ -214,11 +214,13 @@ def testANewParamIsHarmlessAtItsDefault(saved):
   params.task.train.Define('also_new', _Params().task.eval, '')
   params_change.Check(saved, params, allow=False)
   params.task.train.also_new.samples_per_summary = 5
-  with pytest.raises(ValueError, match=r'\+ task\.train\.also_new\.samples_per_summary : 5'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('+ task.train.also_new.samples_per_summary : 5')
+  ):
     params_change.Check(saved, params, allow=False)
   params.task.train.also_new.samples_per_summary = 0
   params.task.new = 4
-  with pytest.raises(ValueError, match=r'\+ task\.new : 4'):
+  with pytest.raises(ValueError, match=naming.Naming('+ task.new : 4')):
     params_change.Check(saved, params, allow=False)
 
 
@@ -226,7 +228,7 @@ def testNewEntriesOfAListAreNotHarmless(tmp_path):
   old, new = _Params(), _Params()
   for params, number in ((old, 1), (new, 2)):
     params.task.Define('layers', [old.task.eval.Copy() for _ in range(number)], '')
-  with pytest.raises(ValueError, match=r'\+ task\.layers\[1\]\.samples_per_summary : 0'):
+  with pytest.raises(ValueError, match=naming.Naming('+ task.layers[1].samples_per_summary : 0')):
     params_change.Check(_Checkpoint(old.ToText()), new, allow=False)
 
 
@@ -285,12 +287,12 @@ def testUnreadableParamsAreAnErrorUnlessAllowed(caplog):
   assert params_change.CheckEvaluated(silent, _Params(), allow=False) is None
   for check in (params_change.Check, params_change.CheckEvaluated):
     caplog.clear()
-    pattern = r'ckpt-7.*cannot be read.*key:value.*--allow_params_change'
+    pattern = naming.Naming('ckpt-7.json', "'nonsense'", 'key:value', '--allow_params_change')
     with pytest.raises(ValueError, match=pattern):
       check(_Checkpoint('nonsense'), _Params(), allow=False)
     check(_Checkpoint('nonsense'), _Params(), allow=True)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
-    assert 'ckpt-7.json cannot be read' in warning
+    assert naming.Names(warning, 'ckpt-7.json', "'nonsense'", 'key:value')
 
 
 def testParamsAreComparedWithTheNewestReadableCheckpoint(tmp_path, monkeypatch):
@@ -307,16 +309,22 @@ def testParamsAreComparedWithTheNewestReadableCheckpoint(tmp_path, monkeypatch):
     Run(faster, 2, allow=True)
   assert 'learning_rate : 0.02' in (tmp_path / 'params.txt').read_text()
   assert 'learning_rate : 0.01' in inspection.ReadParams(str(tmp_path))
-  with pytest.raises(ValueError, match=r'ckpt-00000001.*learning_rate : 0\.01 -> 0\.02'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('ckpt-00000001.json', 'learning_rate : 0.01 -> 0.02')
+  ):
     Run(faster, 2)
   Run('', 2)
   Run(faster, 3, allow=True)
-  with pytest.raises(ValueError, match=r'ckpt-00000003.*learning_rate : 0\.02 -> 0\.01'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('ckpt-00000003.json', 'learning_rate : 0.02 -> 0.01')
+  ):
     Run('', 4)
   for folder in (tmp_path / 'train').glob('ckpt-00000003-*'):
     for path in folder.glob('*.data-*'):
       path.write_bytes(b'')
-  with pytest.raises(ValueError, match=r'ckpt-00000002.*learning_rate : 0\.01 -> 0\.02'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('ckpt-00000002.json', 'learning_rate : 0.01 -> 0.02')
+  ):
     Run(faster, 4)
 
 

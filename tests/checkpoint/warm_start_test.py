@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer, warm_start
+from tests import naming
 
 _SAVED = {
   'old.emb.w': np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -44,7 +45,8 @@ def testWeightsAreCopiedAndTheOtherWeightsAreListed(logdir):
   np.testing.assert_array_equal(weights['new.body[1].w'], _SAVED['old.layers[1].w'])
   np.testing.assert_array_equal(weights['head.b'], [-1.0] * 4)
   assert re.search(r'3 of 4 weights from .*train/ckpt-00000007\.json', lines[0])
-  assert lines[1:] == ['warm start: 1 keep their initial values: head.b']
+  (line,) = lines[1:]
+  assert naming.Names(line, 'warm start: 1', 'initial', 'head.b')
 
 
 @pytest.mark.parametrize('tail', ['', '/train', '/train/', '/train/ckpt-00000007.json'])
@@ -77,25 +79,25 @@ def testSeveralWeightsMayHaveTheSameNameInTheCheckpoint(logdir):
 
 
 def testARuleMustMatchTheWholeName(logdir):
-  with pytest.raises(ValueError, match=r"'new\\\\.emb' matches none of the 4"):
+  with pytest.raises(ValueError, match=naming.Naming(r"'new\\.emb'", '4 weights', 'new.emb.w')):
     warm_start.Load({logdir: ([(r'new\.emb', 'old.emb.w')], [])}, _Weights())
 
 
 @pytest.mark.parametrize(
-  'rules, message',
+  'rules, names',
   [
-    ([(r'(.*)', r'\1')], r'new\.emb\.w for new\.emb\.w .*, head\.b for head\.b'),
-    ([(r'head\.b', 'old.emb.w'), *_RULES], r'head\.b is float32\[4\], old\.emb\.w float32\[2, 3\]'),
-    ([(r'head\.b', 'global_step')], r'global_step int64\[\]'),
-    ([(r'new\.emb\.w', 'old.emb.v')], r'old\.emb\.v for new\.emb\.w \(closest: old\.emb\.w\)'),
-    ([(r'new\.emb\.(', 'x')], 'not a regular expression'),
-    ([(r'new\.emb\.w', r'old\2')], r'old\\\\2.* groups of .*new\\\\\.emb'),
-    ([(r'new\.emb\.(.*)', 'old.emb.%s')], r"write \\1, \\2 \.\.\. for Lingvo's %s"),
+    ([(r'(.*)', r'\1')], ('new.emb.w for new.emb.w', 'head.b for head.b')),
+    ([(r'head\.b', 'old.emb.w'), *_RULES], ('head.b is float32[4]', 'old.emb.w float32[2, 3]')),
+    ([(r'head\.b', 'global_step')], ('head.b', 'global_step int64[]')),
+    ([(r'new\.emb\.w', 'old.emb.v')], ('old.emb.v for new.emb.w', '(closest: old.emb.w)')),
+    ([(r'new\.emb\.(', 'x')], (r"'new\\.emb\\.('", 'regular expression')),
+    ([(r'new\.emb\.w', r'old\2')], (r"'old\\2'", r"'new\\.emb\\.w'", 'group reference 2')),
+    ([(r'new\.emb\.(.*)', 'old.emb.%s')], ("'old.emb.%s'", r'\1, \2', '%s')),
   ],
 )
-def testRulesThatDoNotFitChangeNothing(logdir, rules, message):
+def testRulesThatDoNotFitChangeNothing(logdir, rules, names):
   weights = _Weights()
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     warm_start.Load({logdir: (rules, [])}, weights)
   for value in weights.values():
     np.testing.assert_array_equal(value, -tf.ones_like(value))
@@ -105,18 +107,23 @@ def testRulesThatDoNotFitChangeNothing(logdir, rules, message):
   'value', ['x', ([], 'head.*'), ([('a', 'b', 'c')], []), ([(1, 'b')], []), []]
 )
 def testRulesOfTheWrongFormAreAnError(value):
-  with pytest.raises(ValueError, match='pair of lists'):
+  with pytest.raises(
+    ValueError,
+    match=naming.Naming("train.init_from_checkpoint_rules['runs/other']", 'pair of lists'),
+  ):
     warm_start.Check({'runs/other': value})
 
 
 def testTwoCheckpointsForOneWeightAreAnError(logdir):
   rules = {logdir: (_RULES, []), f'{logdir}/train': ([(r'new\.emb\.w', 'old.emb.w')], [])}
-  with pytest.raises(ValueError, match=r'both .* set new\.emb\.w: .*ignore'):
+  with pytest.raises(
+    ValueError, match=naming.Naming(f"'{logdir}'", f"'{logdir}/train'", 'new.emb.w')
+  ):
     warm_start.Load(rules, _Weights())
 
 
 def testAMissingCheckpointIsAnError(tmp_path):
-  with pytest.raises(ValueError, match='no checkpoint at .*logdir'):
+  with pytest.raises(ValueError, match=naming.Naming('no checkpoint', f"'{tmp_path}'")):
     warm_start.Load({str(tmp_path): (_RULES, [])}, _Weights())
 
 

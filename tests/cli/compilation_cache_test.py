@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from lingvo_gpipe.cli import compilation_cache
+from tests import naming
 
 _PROGRAM = """
 import sys
@@ -48,12 +49,14 @@ def testASecondCacheIsRefused(tmp_path, monkeypatch):
   used = compilation_cache.Use(str(tmp_path))
   assert compilation_cache.Use(str(tmp_path)) == used
   assert os.environ['TF_XLA_FLAGS'].startswith('--some_flag --tf_xla_persistent_cache_directory=')
-  with pytest.raises(ValueError, match='already'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('TF_XLA_FLAGS', '--tf_xla_persistent_cache_directory')
+  ):
     compilation_cache.Use(str(tmp_path / 'other'))
 
 
 def testSpacesAreRefused(tmp_path):
-  with pytest.raises(ValueError, match='spaces'):
+  with pytest.raises(ValueError, match=naming.Naming(tmp_path / 'a b', 'spaces')):
     compilation_cache.Use(str(tmp_path / 'a b'))
 
 

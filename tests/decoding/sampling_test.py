@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lingvo_gpipe.decoding import sampling
+from tests import naming
 
 _VOCAB = 7
 
@@ -172,24 +173,24 @@ def testZeroTokensComputeNothing():
 
 
 @pytest.mark.parametrize(
-  ('prompts', 'options', 'settings', 'message'),
+  ('prompts', 'options', 'settings', 'names'),
   [
-    (np.zeros((2, 3)), {}, {}, r'integers .* got float64 \[2, 3\]'),
-    (np.zeros((2, 0), int), {}, {}, r'prompts of integers .* got int64 \[2, 0\]'),
-    (np.zeros(3, int), {}, {}, r'got int64 \[3\]'),
-    (None, {'lengths': [1, 2]}, {}, r'from 1 to 4 .*5 prompts, got \[1, 2\]'),
-    (None, {'lengths': [1, 2, 3, 4, 5]}, {}, 'a length from 1 to 4'),
-    (None, {'lengths': [0, 2, 3, 4, 4]}, {}, 'a length from 1 to 4'),
-    (None, {'examples': [0, 1, 2, 3, -1]}, {}, 'from 0 .*5 examples'),
-    (None, {}, {'temperature': -0.1}, 'temperature .*got -0.1'),
-    (None, {}, {'temperature': float('nan')}, 'positive number, got nan'),
-    (None, {}, {'top_k': -1}, 'top_k .*, got -1'),
-    (None, {}, {'seed': 2**64}, 'seed .*from 0 to'),
+    (np.zeros((2, 3)), {}, {}, ('prompts', '[batch, time]', 'float64 [2, 3]')),
+    (np.zeros((2, 0), int), {}, {}, ('prompts', '[batch, time]', 'int64 [2, 0]')),
+    (np.zeros(3, int), {}, {}, ('prompts', '[batch, time]', 'int64 [3]')),
+    (None, {'lengths': [1, 2]}, {}, ('length', '1 to 4', '5 prompts', '[1, 2]')),
+    (None, {'lengths': [1, 2, 3, 4, 5]}, {}, ('length', '1 to 4', '[1, 2, 3, 4, 5]')),
+    (None, {'lengths': [0, 2, 3, 4, 4]}, {}, ('length', '1 to 4', '[0, 2, 3, 4, 4]')),
+    (None, {'examples': [0, 1, 2, 3, -1]}, {}, ('5 examples', '[0, 1, 2, 3, -1]')),
+    (None, {}, {'temperature': -0.1}, ('temperature', '-0.1')),
+    (None, {}, {'temperature': float('nan')}, ('temperature', 'nan')),
+    (None, {}, {'top_k': -1}, ('top_k', 0, -1)),
+    (None, {}, {'seed': 2**64}, ('seed', 0, 2**64)),
   ],
 )
-def testInvalidArgumentsAreNamed(prompts, options, settings, message):
+def testInvalidArgumentsAreNamed(prompts, options, settings, names):
   prompts = _Prompts() if prompts is None else prompts
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     _Model().Generate(prompts, 3, _Params(**settings), **options)
 
 

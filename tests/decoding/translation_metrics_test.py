@@ -11,6 +11,7 @@ import pytest
 import sacrebleu
 
 from lingvo_gpipe.decoding import translation_metrics
+from tests import naming
 
 _ENGLISH = [
   'The pipeline is divided into stages, and each of them runs on a device of its own.',
@@ -90,11 +91,11 @@ def testSinglePairHasNoMetricsByPair():
 
 
 def testLengthsMustAgree():
-  with pytest.raises(ValueError, match="'hypotheses': 1, 'references': 2"):
+  with pytest.raises(ValueError, match=naming.Naming("'hypotheses': 1, 'references': 2")):
     translation_metrics.CorpusScores(['a'], ['a', 'b'])
-  with pytest.raises(ValueError, match='at least one'):
+  with pytest.raises(ValueError, match=naming.Naming("'hypotheses': 0", "'references': 0")):
     translation_metrics.CorpusScores([], [])
-  with pytest.raises(ValueError, match="'targets': 2"):
+  with pytest.raises(ValueError, match=naming.Naming("'targets': 2")):
     translation_metrics.ScoresByPair(['a'], ['a'], ['de'], ['en', 'en'])
 
 
@@ -107,7 +108,9 @@ def testMissingSacreBleuIsExplained(monkeypatch):
     return real_import(name, *args, **kwargs)
 
   monkeypatch.setattr(builtins, '__import__', Import)
-  with pytest.raises(ValueError, match=r'pip install sacrebleu.*lingvo_gpipe\[mt\]'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('pip install sacrebleu', "'lingvo_gpipe[mt]'")
+  ):
     translation_metrics.CorpusScores(['a'], ['a'])
 
 

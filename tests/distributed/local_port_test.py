@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lingvo_gpipe.distributed import local_port
+from tests import naming
 
 
 def testOnlyTheLoopbackInterfaceLeadsToAClosedPort():
@@ -21,7 +22,7 @@ def testOnlyTheLoopbackInterfaceLeadsToAClosedPort():
     assert interface.rstrip(b'\0') == b'lo'
     accepted, _ = server.accept()
     accepted.close()
-  with pytest.raises(OSError, match=f'does not listen at port {port}'):
+  with pytest.raises(OSError, match=naming.Naming(f'port {port}')):
     local_port.CloseToOthers(port)
 
 
@@ -52,7 +53,7 @@ def testNamesANameThatDoesNotResolve(monkeypatch):
     raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')
 
   monkeypatch.setattr(socket, 'getaddrinfo', Fail)
-  with pytest.raises(OSError, match="'nowhere' of nowhere:1 does not resolve: Name or service"):
+  with pytest.raises(OSError, match=naming.Naming("'nowhere'", 'nowhere:1', 'Name or service')):
     local_port.IsLocal('nowhere:1')
 
 

@@ -550,7 +550,7 @@ def testWrongArgumentsAreRefused(options, name):
 
 
 def testAPipelineIsNotWrappedAgain():
-  with pytest.raises(TypeError, match='PipelinedModel already'):
+  with pytest.raises(TypeError, match=naming.Naming('PipelinedModel', '`model`')):
     PipelinedModel(_Made(), 2)
 
 
@@ -802,7 +802,7 @@ def testSummaryShowsTheStages():
 
 def testOnlyThePlainModelHasAConfiguration():
   pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.Mlp), 2, 2)
-  with pytest.raises(ValueError, match='plain Keras model'):
+  with pytest.raises(ValueError, match=naming.Naming('PipelinedModel', '`save`')):
     pipe.get_config()
 
 

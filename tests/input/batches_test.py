@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.distributed import worker_connection
 from lingvo_gpipe.input import batches, stream_input, synthetic
+from tests import naming
 
 
 class _Failing(synthetic.SyntheticRegressionInput):
@@ -35,8 +36,7 @@ def testErrorNamesTheExamplesOfTheBatch(start):
   with pytest.raises(tf.errors.InvalidArgumentError) as e:
     next(iterator)
   note, hint = e.value.__notes__
-  assert note.startswith("while the input _Failing 'Train' made the batch that begins at example ")
-  assert note.endswith(f' example {first} of the data set')
+  assert naming.Names(note, "_Failing 'Train'", f'example {first}', 'data set')
   assert hint.startswith('what to try: ') and f' Dataset(start={first}) of ' in hint
   with pytest.raises(tf.errors.InvalidArgumentError):
     next(iter(_Input().Dataset(start=first)))
@@ -67,7 +67,7 @@ def testLostWorkerGetsNoHintAboutTheData(monkeypatch):
   with pytest.raises(tf.errors.UnavailableError) as e:
     next(batches.AddNotes(LostWorker(), _Input(), 4, 'run', worker_connection.IsFailure))
   (note,) = e.value.__notes__
-  assert note.endswith('the batch that begins at example 4 of the run')
+  assert naming.Names(note, "'Train'", 'example 4', 'run')
 
 
 def testBatchesEqualTheDataSets():

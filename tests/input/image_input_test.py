@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.input import image_input
+from tests import naming
 
 NUM_IMAGES = 10
 
@@ -95,9 +96,9 @@ def testBatchesMatchTheSpec():
 
 
 def testInvalidImagesAndPositionsAreErrors():
-  with pytest.raises(ValueError, match="field 'images'"):
+  with pytest.raises(ValueError, match=naming.Naming("'images'", '(4, 3, 3, 1)', '(4, 2, 2, 1)')):
     _Input(image_size=3).Dataset()
-  with pytest.raises(ValueError, match='start, .*-1'):
+  with pytest.raises(ValueError, match=naming.Naming('start', 0, -1)):
     _Input().Dataset(-1)
 
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.input import synthetic
+from tests import naming
 
 
 def _Lm(**kwargs):
@@ -130,7 +131,7 @@ def testInvalidParamsAreNamed(make, params):
 
 
 def testEmptyDataAreAnError():
-  with pytest.raises(ValueError, match='empty'):
+  with pytest.raises(ValueError, match=naming.Naming('SyntheticLmInput', 'NumExamples()', 'empty')):
     _Lm(num_examples=0).Dataset()
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lingvo_gpipe.planner import device_description
+from tests import naming
 
 _DEVICES = {
   'num_devices': 16,
@@ -76,7 +77,7 @@ def testErrorsNameTheKeyAndTheValue(changes, words):
 
 
 def testOtherValuesAreRefused():
-  with pytest.raises(ValueError, match='d.json: expected a mapping'):
+  with pytest.raises(ValueError, match=naming.Naming('d.json', 'num_devices', '[1]')):
     device_description.FromMapping([1], 'd.json')
 
 

@@ -20,6 +20,7 @@ from lingvo_gpipe.planner import (
   plan_times,
   planner,
 )
+from tests import naming
 from tools.planning import experiment
 
 _LAYER = model_costs.LayerWeights(num_bytes=4000, gradient_bytes=4000, trained_bytes=4000)
@@ -379,15 +380,15 @@ def testALayerMayBeLimitedByMemoryBandwidth():
 
 
 @pytest.mark.parametrize(
-  'batch, space, words',
+  'batch, space, names',
   [
-    (0, None, 'global_batch'),
-    (4, plan_choice.Space(num_devices=[99]), 'nothing to choose from'),
-    (4, plan_choice.Space(schedules=()), 'nothing to choose from'),
+    (0, None, ('global_batch', 0)),
+    (4, plan_choice.Space(num_devices=[99]), ('4 devices', '8 layers', '4 examples')),
+    (4, plan_choice.Space(schedules=()), ('4 devices', '8 layers', '4 examples')),
   ],
 )
-def testNothingToChooseFrom(batch, space, words):
-  with pytest.raises(ValueError, match=words):
+def testNothingToChooseFrom(batch, space, names):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     planner.Planner(_Even(), _Devices(), batch, space).Search()
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lingvo_gpipe.reporting import weighted_means
+from tests import naming
 
 _PAIRS = st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 1000)), max_size=30)
 
@@ -58,7 +59,7 @@ def testWithoutWeightTheValueIsNanAndNanIsIgnored():
 
 @pytest.mark.parametrize('weight', [-1, -1e-9, math.nan, math.inf])
 def testInvalidWeightsAreAnError(weight):
-  with pytest.raises(ValueError, match='not negative'):
+  with pytest.raises(ValueError, match=naming.Naming('weight', float(weight))):
     weighted_means.AverageMetric().Update(1.0, weight)
 
 

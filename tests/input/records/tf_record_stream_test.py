@@ -74,21 +74,22 @@ def testDamagedRecordIsNamedWithTheBatch(folder):
   source = _Input(folder, shuffle=False)
   source.CheckRestarts()  # Does not read that far.
   path = folder / '3.tfrecord'
-  message = rf"{path} .*: record 3, at byte {2 * SIZE}: .*'Train': param damaged_records"
+  message = naming.Naming(path, 'record 3', f'byte {2 * SIZE}', "'Train'", 'damaged_records')
   with pytest.raises(ValueError, match=message) as e:
     list(batches.Batches(source))
-  assert e.value.__notes__ == [
-    "while the input _Numbers 'Train' made the batch that begins at example 16 of the data set"
-  ]
+  (note,) = e.value.__notes__
+  assert naming.Names(note, "_Numbers 'Train'", 'example 16', 'data set')
   _Damage(folder, 0)
-  with pytest.raises(ValueError, match=r'0\.tfrecord .*: record 1, at byte 0'):
+  with pytest.raises(ValueError, match=naming.Naming('0.tfrecord', 'record 1', 'byte 0')):
     source.CheckRestarts()
 
 
 def testFileTruncatedWithinALengthIsNamedAtTheStart(folder):
   path = folder / '3.tfrecord'
   os.truncate(path, 4 * SIZE + 7)
-  with pytest.raises(ValueError, match=rf'{path} .*record 5, at byte {4 * SIZE}: tr'):
+  with pytest.raises(
+    ValueError, match=naming.Naming(path, 'record 5', f'byte {4 * SIZE}', 'truncated')
+  ):
     _Input(folder).Describe()
   assert _Input(folder, damaged_records='skip').NumDamaged() == 1
 
@@ -129,7 +130,9 @@ def testDamagedRecordsAreLeftOutAndCounted(folder):
   assert sorted(seen) == sorted(remaining)
   assert source.NumDamaged() == 6
   assert source.Describe() == 'a stream of examples (6 damaged records were left out)'
-  with pytest.raises(ValueError, match="damaged_records .*'stop' or 'skip', got 'skp'"):
+  with pytest.raises(
+    ValueError, match=naming.Naming('damaged_records', "'stop'", "'skip'", "'skp'")
+  ):
     _Input(folder, damaged_records='skp')
 
 

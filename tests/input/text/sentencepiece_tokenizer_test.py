@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lingvo_gpipe.input.text import sentencepiece_tokenizer, sentencepiece_training
+from tests import naming
 
 _SOURCES = [inspect.getsource(module) for module in (textwrap, json)]
 _UNICODE = ['Grüße, Ελλάδα', '漢字かな交じり文', 'smile 😀 e\u0301', 'العربية', 'naïve ﬁne']
@@ -71,7 +72,7 @@ def testWordStartsCountWords(tokenizer, lossless):
   texts = [' two\n\tlines ', 'antidisestablishmentarianism', *_SOURCES, *_UNICODE, '']
   for text, ids in zip(texts, tokenizer.Encode(texts), strict=True):
     assert starts[ids].sum() == len(text.split()), text
-  with pytest.raises(ValueError, match=r"code\.model' .*without --lossless"):
+  with pytest.raises(ValueError, match=naming.Naming('code.model', '--lossless')):
     lossless.WordStarts()
 
 
@@ -100,7 +101,7 @@ def testSymbolsHaveIds(tokenizer):
   assert german not in ids and tokenizer.Decode(ids) == '<2de> words'
   assert tokenizer.PieceId('xyzzy') in tokenizer.Encode(['the xyzzy'])[0]
   assert tokenizer.PieceId('<unk>') == sentencepiece_tokenizer.UNK_ID
-  with pytest.raises(ValueError, match="prose.model' .*'<2xx>'"):
+  with pytest.raises(ValueError, match=naming.Naming('prose.model', "'<2xx>'")):
     tokenizer.PieceId('<2xx>')
 
 
@@ -136,33 +137,33 @@ def testLongLinesAreSplit():
 
 
 @pytest.mark.parametrize(
-  'options, message',
+  'options, names',
   [
-    ({'texts': ['', '\n']}, 'no text'),
-    ({'vocab_size': 100_000}, '100000 pieces.*too high'),
+    ({'texts': ['', '\n']}, ('no text',)),
+    ({'vocab_size': 100_000}, ('100000 pieces', 'too high')),
     (
       {'vocab_size': 100},
-      '100 pieces .*: Vocabulary size',
+      ('100 pieces', 'Vocabulary size'),
     ),
-    ({'model_type': 'word'}, "model_type: .*got 'word'"),
-    ({'max_sentences': 0}, 'max_sentences'),
-    ({'character_coverage': 0.9}, 'character_coverage: expected 0.98 to 1, got 0.9'),
+    ({'model_type': 'word'}, ('model_type', "'word'")),
+    ({'max_sentences': 0}, ('max_sentences', 0)),
+    ({'character_coverage': 0.9}, ('character_coverage', '0.98', '0.9')),
   ],
 )
-def testInvalidTrainingArgumentsAreNamed(tmp_path, options, message):
-  with pytest.raises(ValueError, match=message):
+def testInvalidTrainingArgumentsAreNamed(tmp_path, options, names):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     _Train(tmp_path / 'v', **options)
   assert not list(tmp_path.iterdir())
 
 
 def testFolderThatCannotBeCreatedIsNamed(tmp_path):
   (tmp_path / 'file').touch()
-  with pytest.raises(OSError, match="folder '.*file/below'"):
+  with pytest.raises(OSError, match=naming.Naming(f"'{tmp_path}/file/below'")):
     _Train(tmp_path / 'file' / 'below' / 'v')
 
 
 def testVocabularyIsReplacedOnlyWithOverwrite(folder, tokenizer):
-  with pytest.raises(ValueError, match='prose.model exists'):
+  with pytest.raises(ValueError, match=naming.Naming('prose.model', 'exists', 'overwrite')):
     _Train(folder / 'prose')
   before = tokenizer.fingerprint
   assert _Train(folder / 'replaced').fingerprint != before
@@ -179,21 +180,20 @@ def _OtherIds():
 
 
 @pytest.mark.parametrize(
-  'content, message',
+  'content, names',
   [
-    (lambda: None, r'missing.*cannot be read.*tools\.train_sentencepiece'),
-    (lambda: b'', 'not a SentencePiece model'),
-    (lambda: b'no model', 'not a SentencePiece model'),
-    (_OtherIds, r"'pad': 0, .* got {'pad': -1, 'sos': 1"),
+    (lambda: None, ('No such file', 'tools.train_sentencepiece')),
+    (lambda: b'', ('SentencePiece model',)),
+    (lambda: b'no model', ('SentencePiece model',)),
+    (_OtherIds, ("{'pad': 0", "{'pad': -1, 'sos': 1")),
   ],
 )
-def testInvalidModelsAreNamed(tmp_path, content, message):
+def testInvalidModelsAreNamed(tmp_path, content, names):
   path = tmp_path / 'missing'
   if (model := content()) is not None:
     path.write_bytes(model)
-  with pytest.raises(ValueError, match=message) as caught:
+  with pytest.raises(ValueError, match=naming.Naming(path, *names)):
     sentencepiece_tokenizer.SentencePieceTokenizer(str(path))
-  assert str(path) in str(caught.value)
 
 
 def testMissingLibraryIsExplained(folder, tokenizer, monkeypatch):

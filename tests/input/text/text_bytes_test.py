@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.input.text import text_bytes
+from tests import naming
 
 _FILES = {
   'b.txt': b'second file\n',
@@ -125,11 +126,13 @@ def testPatternsMatchFilesOnly(tmp_path, pattern):
 
 
 def testInvalidParamsAndFilesAreNamed(tmp_path, pattern):
-  with pytest.raises(ValueError, match='file_pattern is not set'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('TextBytesInput', 'param file_pattern', 'glob')
+  ):
     _Input('').Dataset()
-  with pytest.raises(ValueError, match='no file matches.*nothing'):
+  with pytest.raises(ValueError, match=naming.Naming('param file_pattern', 'nothing*')):
     _Input(str(tmp_path / 'nothing*')).Dataset()
-  with pytest.raises(ValueError, match='data set is empty.*c.txt'):
+  with pytest.raises(ValueError, match=naming.Naming('empty', 'c.txt')):
     _Input(str(tmp_path / 'c.txt')).Dataset()
   with pytest.raises(ValueError, match='seq_len'):
     _Input(pattern, seq_len=0)

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.input import file_pattern
 from lingvo_gpipe.input.text import sentencepiece_training, text_bytes, text_files
+from tests import naming
 
 VOCAB_SIZE, BATCH, LENGTH = 400, 3, 16
 _SOURCE = inspect.getsource(textwrap)
@@ -222,39 +223,41 @@ def testSpecNeedsNoData():
 
 
 @pytest.mark.parametrize(
-  'values, message',
+  'values, names',
   [
-    ({'vocab_filepath': ''}, 'Train.*vocab_filepath .*train_sentencepiece'),
-    ({'vocab_filepath': '/missing/v'}, "param vocab_filepath: .*'/missing/v'"),
-    ({'vocab_size': 399}, '400 pieces, .*vocab_size is 399'),
-    ({'file_pattern': ''}, 'file_pattern is not set'),
-    ({'file_pattern': '/missing/*'}, 'no file matches'),
-    ({'documents': 'words'}, "documents .*'lines' or 'files', got 'words'"),
-    ({'seq_len': 0}, 'seq_len'),
-    ({'max_documents': -1}, 'max_documents'),
-    ({'num_fake_examples': 3}, 'needs a vocab_size above 4, got 0'),
+    ({'vocab_filepath': ''}, ('param vocab_filepath', 'tools.train_sentencepiece')),
+    ({'vocab_filepath': '/missing/v'}, ('param vocab_filepath', "'/missing/v'")),
+    ({'vocab_size': 399}, ('400 pieces', 'vocab_size', 399)),
+    ({'file_pattern': ''}, ('param file_pattern', 'glob')),
+    ({'file_pattern': '/missing/*'}, ('param file_pattern', "'/missing/*'")),
+    ({'documents': 'words'}, ('documents', "'lines'", "'files'", "'words'")),
+    ({'seq_len': 0}, ('seq_len', 0)),
+    ({'max_documents': -1}, ('max_documents', -1)),
+    ({'num_fake_examples': 3}, ('num_fake_examples', 'vocab_size above 4', 0)),
   ],
 )
-def testInvalidParamsAreNamed(files, vocab, values, message):
-  with pytest.raises(ValueError, match=message):
+def testInvalidParamsAreNamed(files, vocab, values, names):
+  with pytest.raises(ValueError, match=naming.Naming("'Train'", *names)):
     _Input(files, vocab, **values).Dataset()
 
 
 def testLosslessVocabularyCannotCountWords(files, tmp_path):
   sentencepiece_training.Train([_SOURCE], str(tmp_path / 'w'), VOCAB_SIZE, lossless=True)
   generator = _Input(files, str(tmp_path / 'w.model'), count_words=True)
-  with pytest.raises(ValueError, match='Train.*param count_words: .*every space'):
+  with pytest.raises(
+    ValueError, match=naming.Naming("'Train'", 'param count_words', 'w.model', '--lossless')
+  ):
     generator.Dataset()
 
 
 def testInvalidTextsAreNamed(files, vocab, tmp_path):
   (tmp_path / 'text' / 'b.txt').write_bytes(b'good\nbad \xff\n')
   for documents in ('lines', 'files'):
-    with pytest.raises(ValueError, match=r"b\.txt' .*UTF-8: line 2: "):
+    with pytest.raises(ValueError, match=naming.Naming('b.txt', 'UTF-8', 'line 2')):
       _Input(files, vocab, documents=documents).Dataset()
   for path in (tmp_path / 'text').iterdir():
     path.write_text('\n')
-  with pytest.raises(ValueError, match='the data set is empty'):
+  with pytest.raises(ValueError, match=naming.Naming("'Train'", 'NumExamples()', 'empty')):
     _Input(files, vocab).Dataset()
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lingvo_gpipe.input.text import token_store
+from tests import naming
 
 _SEQUENCES = [[5, 6, 7], [], [8], [9, 10, 11, 12], []]
 
@@ -110,19 +111,20 @@ def _Edit(path, **values):
     json.dump({**info, **values}, f)
 
 
+# {damage: parts of the message}.
 _DAMAGES = {
-  'tokens.int32.* has 8 bytes, expected 32': _Truncate,
-  'changed since it was written': _Change,
-  'changed since it was written:': _ChangeOffsets,
-  'store.json': lambda path: os.remove(f'{path}/store.json'),
-  'holds no complete token store': lambda path: open(f'{path}/store.json', 'w').close(),
-  'version 7, expected 1': lambda path: _Edit(path, version=7),
-  'num_tokens|holds no': lambda path: _Edit(path, num_tokens=None),
+  _Truncate: ('tokens.int32', '8 bytes', 32),
+  _Change: ('changed', 'fingerprint'),
+  _ChangeOffsets: ('changed', 'fingerprint'),
+  lambda path: os.remove(f'{path}/store.json'): ('store.json',),
+  lambda path: open(f'{path}/store.json', 'w').close(): ('complete', 'char 0'),
+  lambda path: _Edit(path, version=7): ('version 7', 1),
+  lambda path: _Edit(path, num_tokens=None): ('complete', 'NoneType'),
 }
 
 
-@pytest.mark.parametrize('message', _DAMAGES)
-def testDamageIsDetectedAndRepaired(tmp_path, caplog, message):
+@pytest.mark.parametrize('damage', _DAMAGES)
+def testDamageIsDetectedAndRepaired(tmp_path, caplog, damage):
   path = str(tmp_path / 'store')
   calls = []
 
@@ -134,10 +136,9 @@ def testDamageIsDetectedAndRepaired(tmp_path, caplog, message):
   for _ in range(2):
     _Same(token_store.LoadOrWrite(path, Make), _SEQUENCES)
   assert len(calls) == 1 and not caplog.records
-  _DAMAGES[message](path)
-  with pytest.raises(token_store.DamagedStoreError, match=message) as caught:
+  damage(path)
+  with pytest.raises(token_store.DamagedStoreError, match=naming.Naming(path, *_DAMAGES[damage])):
     token_store.TokenStore.Load(path)
-  assert path in str(caught.value)
   _Same(token_store.LoadOrWrite(path, Make), _SEQUENCES)
   assert len(calls) == 2
   assert 'writing it again' in caplog.text
@@ -152,7 +153,7 @@ def testFailureLeavesNoFiles(tmp_path):
   with pytest.raises(RuntimeError, match='no more'):
     token_store.LoadOrWrite(str(tmp_path / 'store'), Fails)
   assert not os.listdir(tmp_path)
-  with pytest.raises(FileNotFoundError, match='no token store'):
+  with pytest.raises(FileNotFoundError, match=naming.Naming('no token store', tmp_path / 'store')):
     token_store.TokenStore.Load(str(tmp_path / 'store'))
 
 
@@ -168,17 +169,17 @@ def testAnotherProcessMayWriteFirst(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'tokens, offsets, message',
+  'tokens, offsets, names',
   [
-    (np.zeros([3], np.int64), np.array([0, 3]), 'int64'),
-    (np.zeros([3], np.int32), np.array([0, 2]), 'do not go from 0 to 3'),
-    (np.zeros([3], np.int32), np.array([1, 3]), 'do not go from 0 to 3'),
-    (np.zeros([3], np.int32), np.array([0, 2, 1, 3]), 'offsets are not ascending'),
-    (np.zeros([0], np.int32), np.zeros([0], np.int64), 'do not go from 0'),
+    (np.zeros([3], np.int64), np.array([0, 3]), ('int32 [total]', 'int64 [3]')),
+    (np.zeros([3], np.int32), np.array([0, 2]), ('offsets', '0 to 3')),
+    (np.zeros([3], np.int32), np.array([1, 3]), ('offsets', '0 to 3')),
+    (np.zeros([3], np.int32), np.array([0, 2, 1, 3]), ('offsets', 'ascending')),
+    (np.zeros([0], np.int32), np.zeros([0], np.int64), ('offsets', '0 to 0')),
   ],
 )
-def testInvalidArraysAreErrors(tokens, offsets, message):
-  with pytest.raises(ValueError, match=message):
+def testInvalidArraysAreErrors(tokens, offsets, names):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     token_store.TokenStore(tokens, offsets)
 
 

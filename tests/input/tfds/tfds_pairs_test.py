@@ -9,6 +9,7 @@ import tensorflow_datasets as tfds
 
 from lingvo_gpipe.input.text import sentence_pairs
 from lingvo_gpipe.input.tfds import tfds_pairs
+from tests import naming
 
 
 class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -83,7 +84,7 @@ def testDamagedRecordsAreNamedOrSkippedAndCounted(data_dir, tmp_path):
   data[-5] ^= 1  # In the last record.
   path.write_bytes(data)
   only = {'datasets': ['lg_german_english']}
-  with pytest.raises(ValueError, match=r'damaged, .*record 7, .*damaged_records to skip$'):
+  with pytest.raises(ValueError, match=naming.Naming('record 7', 'damaged_records', 'skip')):
     list(_Input(str(copied), **only)._Pairs())
   skipping = _Input(str(copied), **only, damaged_records='skip')
   assert list(skipping._Pairs()) == list(_Input(data_dir, **only)._Pairs())[:-1]
@@ -92,20 +93,19 @@ def testDamagedRecordsAreNamedOrSkippedAndCounted(data_dir, tmp_path):
 
 
 def testInvalidParamsAreNamed(data_dir, tmp_path):
-  with pytest.raises(ValueError, match=r"datasets: expected a list .*\['wmt14.*got \[\]"):
+  with pytest.raises(
+    ValueError, match=naming.Naming('param datasets', "['wmt14_translate/de-en']", '[]')
+  ):
     _Input(data_dir, datasets=[])
-  message = (
-    "'Train': param datasets: the data set 'wmt14_translate/de-en' is not prepared in .*: run "
-    r'`python -c .*\("wmt14_translate/de-en", data_dir=".*"\).*`, which needs a network.*'
-    r'Without network: --model=mt\.cldr\.Bilingual .*num_fake_examples'
-  )
-  with pytest.raises(ValueError, match=message):
+  builder = f'tfds.builder("wmt14_translate/de-en", data_dir="{tmp_path}")'
+  names = 'param datasets', 'python -c', builder, '--model=mt.cldr.Bilingual', 'num_fake_examples'
+  with pytest.raises(ValueError, match=naming.Naming("'Train'", *names)):
     _Input(str(tmp_path), datasets=['wmt14_translate/de-en'])._SourceParts()
-  with pytest.raises(ValueError, match="no 'lg_german_englisch'"):
+  with pytest.raises(ValueError, match=naming.Naming("'lg_german_englisch'", 'lg_german_english')):
     _Input(data_dir, datasets=['lg_german_englisch'])._SourceParts()
-  with pytest.raises(ValueError, match="Translation .*got 'lg_no_translation'"):
+  with pytest.raises(ValueError, match=naming.Naming('Translation', "'lg_no_translation'")):
     _Input(data_dir, datasets=['lg_no_translation'])._SourceParts()
-  with pytest.raises(ValueError, match=r"split: .*\['train', 'test'\], got 'dev'"):
+  with pytest.raises(ValueError, match=naming.Naming('param split', "['train', 'test']", "'dev'")):
     _Input(data_dir, split='dev')._SourceParts()
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context
 from tasks.image import amoebanet_cell, amoebanet_ops
+from tests import naming
 
 BATCH, SIZE, FILTERS = 2, 6, 4
 
@@ -181,7 +182,7 @@ def testOperationsByName():
     if op := builder.Op(name, 16, 2):
       meta = op.cls.FPropMeta(op, tf.TensorSpec([1, 6, 6, 16]))
       assert meta.out_specs[0].shape == [1, 3, 3, 8], name
-  with pytest.raises(ValueError, match="unknown operation 'conv_2x2'"):
+  with pytest.raises(ValueError, match=naming.Naming("'conv_2x2'", 'identity', 'conv_1x7_7x1')):
     builder.Op('conv_2x2', 8, 1)
 
 

@@ -12,6 +12,7 @@ from lingvo_gpipe.layers import skip
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.pipeline.schedule import schedules
 from tasks.image import amoebanet, amoebanet_cell, heads
+from tests import naming
 from tests.toys import stacks
 
 NUM_CLASSES = 7
@@ -96,25 +97,25 @@ def testParamsReachTheLayers():
 
 
 @pytest.mark.parametrize(
-  'values, message',
+  'values, names',
   [
-    ({'variant': 'A'}, "variant expects 'B' or 'D'"),
-    ({'num_cells': 0}, 'num_cells'),
-    ({'num_cells': 1, 'aux_loss_weight': 0.4}, 'num_cells of at least 2'),
-    ({'reduction_size': 40}, 'multiple of 16'),
-    ({'image_size': 32, 'aux_loss_weight': 0.4}, 'too small for an auxiliary head'),
+    ({'variant': 'A'}, ('variant', "'B'", "'D'", "'A'")),
+    ({'num_cells': 0}, ('num_cells', 0)),
+    ({'num_cells': 1, 'aux_loss_weight': 0.4}, ('aux_loss_weight', 'num_cells', 2, 1)),
+    ({'reduction_size': 40}, ('reduction_size', 16, 40)),
+    ({'image_size': 32, 'aux_loss_weight': 0.4}, ('2x2', '5x5', 'auxiliary head')),
   ],
 )
-def testWrongParamsRaise(values, message):
-  with pytest.raises(ValueError, match=message):
+def testWrongParamsRaise(values, names):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     _Params(**{'num_cells': 3, 'reduction_size': 16, **values}).Instantiate()
 
 
 def testWrongCellRaises():
   p = amoebanet_cell.AmoebaNetCell.Params().Set(name='cell', filters=4, input_dim=4)
-  with pytest.raises(ValueError, match="kind expects 'd_normal' or "):
+  with pytest.raises(ValueError, match=naming.Naming('kind', "'d_normal'", "'normal'")):
     p.Copy().Set(kind='normal').Instantiate()
-  with pytest.raises(ValueError, match='multiple of 4'):
+  with pytest.raises(ValueError, match=naming.Naming('filters', 4, 6)):
     p.Copy().Set(filters=6).Instantiate()
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context, nested_map
 from tasks.image import classifier, lenet
+from tests import naming
 
 NUM_CLASSES = 8
 
@@ -99,31 +100,31 @@ def testRanks(xla):
 
 
 @pytest.mark.parametrize(
-  'labels, images, message',
+  'labels, images, names',
   [
-    ([0, 8], [2, 8, 8, 1], r'labels must lie in \[0, 8\), got 0 ... 8'),
-    ([-1, 3], [2, 8, 8, 1], 'got -1 ... 3'),
-    ([0, 1], [2, 8, 8, 3], 'images must have shape'),
+    ([0, 8], [2, 8, 8, 1], ('labels', '[0, 8)', '0 ... 8')),
+    ([-1, 3], [2, 8, 8, 1], ('labels', '[0, 8)', '-1 ... 3')),
+    ([0, 1], [2, 8, 8, 3], ('images', '[?, 8, 8, 1]', '[2, 8, 8, 3]')),
   ],
 )
-def testCheckBatch(labels, images, message):
+def testCheckBatch(labels, images, names):
   batch = nested_map.NestedMap(labels=tf.constant(labels), images=tf.zeros(images))
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     _Task().CheckBatch(batch)
 
 
 @pytest.mark.parametrize(
-  'values, message',
+  'values, names',
   [
-    ({'num_classes': 0}, 'num_classes'),
-    ({'label_smoothing': 1.0}, 'label_smoothing'),
-    ({'aux_loss_weight': -1.0}, 'aux_loss_weight'),
-    ({'filters': [3]}, 'filters expects a list of 2'),
-    ({'image_size': 3}, 'at least 4x4'),
+    ({'num_classes': 0}, ('num_classes', 0)),
+    ({'label_smoothing': 1.0}, ('label_smoothing', '1.0')),
+    ({'aux_loss_weight': -1.0}, ('aux_loss_weight', '-1.0')),
+    ({'filters': [3]}, ('filters', 'list of 2', '[3]')),
+    ({'image_size': 3}, ('4x4', 3)),
   ],
 )
-def testWrongParamsRaise(values, message):
-  with pytest.raises(ValueError, match=message):
+def testWrongParamsRaise(values, names):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     _Task(**values)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tasks.image import digits_input
+from tests import naming
 
 
 def _Input(**values):
@@ -88,17 +89,17 @@ def testParityLabels():
 
 
 @pytest.mark.parametrize(
-  'values, name',
+  'values, names',
   [
-    ({'split': 'valid'}, 'split'),
-    ({'image_size': 9}, '8x8'),
-    ({'max_zoom': 1.0}, 'max_zoom .*below 1, got 1.0'),
-    ({'max_degrees': float('nan')}, 'max_degrees'),
-    ({'target': 'parities'}, "target .*'digit' or 'parity', got 'parities'"),
+    ({'split': 'valid'}, ('split', "'valid'")),
+    ({'image_size': 9}, ('image_size', '8x8', 9)),
+    ({'max_zoom': 1.0}, ('max_zoom', 'below 1', '1.0')),
+    ({'max_degrees': float('nan')}, ('max_degrees', 'nan')),
+    ({'target': 'parities'}, ('target', "'digit'", "'parity'", "'parities'")),
   ],
 )
-def testWrongParamsRaise(values, name):
-  with pytest.raises(ValueError, match=name):
+def testWrongParamsRaise(values, names):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     _Input(**values)
 
 

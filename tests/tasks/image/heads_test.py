@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import fprop_context, nested_map
 from tasks.image import heads
+from tests import naming
 
 
 def _Make(cls, **values):
@@ -86,7 +87,7 @@ def _AuxiliaryLogits(layer, x):
 
 
 def testTooSmallFeaturesRaise():
-  with pytest.raises(ValueError, match='4x4 .*auxiliary head'):
+  with pytest.raises(ValueError, match=naming.Naming('4x4', '5x5', 'auxiliary head')):
     _Make(heads.AuxiliaryHead, input_dim=3, input_size=4, num_classes=4)
 
 

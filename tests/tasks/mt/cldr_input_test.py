@@ -8,6 +8,7 @@ import pytest
 
 from lingvo_gpipe.input.text import sentencepiece_tokenizer
 from tasks.mt import cldr_input, cldr_names
+from tests import naming
 
 _LANGUAGES = ('de', 'el', 'fr')
 
@@ -82,16 +83,16 @@ def testBothDirectionsWithTheTargetsSymbol(vocabulary):
 
 
 @pytest.mark.parametrize(
-  'values, message',
+  'values, names',
   [
-    ({'split': 'training'}, "expects 'train' or 'dev' or 'test'"),
-    ({'languages': ['de', 'sv']}, 'param languages: sv .*3 languages'),
-    ({'max_names': {'sv': 3}}, 'param max_names: sv are not'),
-    ({'min_names': 0}, 'min_names'),
+    ({'split': 'training'}, ('split', "'train'", "'dev'", "'test'", "'training'")),
+    ({'languages': ['de', 'sv']}, ('param languages', 'sv', '3 languages')),
+    ({'max_names': {'sv': 3}}, ('param max_names', 'sv', '3 languages')),
+    ({'min_names': 0}, ('min_names', 0)),
   ],
 )
-def testWrongArgumentsRaise(vocabulary, values, message):
-  with pytest.raises(ValueError, match=message):
+def testWrongArgumentsRaise(vocabulary, values, names):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     _Make(vocabulary, **values).NumExamples()
 
 
