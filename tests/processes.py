@@ -64,6 +64,11 @@ def _IsInstalledFrom(root):
   return done.stdout.strip() == str(root / 'lingvo_gpipe' / '__init__.py')
 
 
+def Program(name):
+  """Returns the path of a program for tests."""
+  return str(pathlib.Path(__file__).parent / 'toys' / 'programs' / f'{name}.py')
+
+
 def _CleanEnvironment():
   """Returns the environment without variables that hide messages from users."""
   drop = {'PYTHONPATH', 'TF_CPP_MIN_LOG_LEVEL', 'PYTHONSAFEPATH', 'PYTHONWARNINGS'}
@@ -86,44 +91,8 @@ def Run(program, *args, cwd=ROOT, timeout=TIMEOUT, command=None, more_environmen
   )  # fmt: skip
 
 
+_FORKS = pathlib.Path(__file__).with_name('program_forks.py')
 _FAST_TRACING = pathlib.Path(__file__).with_name('fast_tracing.py')
-
-# Imports the programs once; then forks for each input line, a call of a program or of a file.
-_FORKS = """
-import gc, importlib, json, os, random, runpy, signal, sys
-from lingvo_gpipe import evaluator, trainer, worker
-import tensorboard.summary  # TensorFlow imports it for the first summary.
-for name in sys.argv[2:]:
-  importlib.import_module(name)
-fast_tracing = runpy.run_path(sys.argv[1])
-gc.freeze()  # Else each child's collections visit, and so copy, all objects of its parent.
-programs = {'trainer': trainer.Run, 'evaluator': evaluator.Run, 'worker': worker.Run}
-beside = []
-for line in sys.stdin:
-  call = json.loads(line)
-  pid = os.fork()
-  if not pid:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests may run under nohup.
-    for fd, path in ((1, call['stdout']), (2, call['stderr'])):
-      os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
-    os.chdir(call['cwd'])
-    os.environ.update(call['environment'])
-    program = call['program']
-    if not os.environ.get('OPTIMIZE_GRAPHS'):
-      fast_tracing['Configure']()
-    random.seed(0)  # Keras draws the seeds of initial weights from it.
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # As at the start of a process.
-    sys.argv = [program, *call['args']]
-    programs[program]() if program in programs else runpy.run_path(program, run_name='__main__')
-    sys.exit(0)
-  print(pid, flush=True)
-  if call['is_waited_for']:
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-  else:
-    beside.append(pid)
-for pid in beside:
-  os.kill(pid, signal.SIGKILL)
-"""
 
 
 class Forks:
@@ -143,7 +112,7 @@ class Forks:
     self._last = 0  # The id of the last process started.
     self._outputs = {}
     self._parent = subprocess.Popen(
-      [*command, '-c', _FORKS, str(_FAST_TRACING), *modules],
+      [*command, str(_FORKS), str(_FAST_TRACING), *modules],
       env=Environment(**(more_environment or {})), cwd=directory, text=True,
       stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import tensorflow as tf
 from lingvo_gpipe.checkpoint import checkpointer
 from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.distributed import worker_connection
-from tests import processes, worker_processes
+from tests import naming, processes, worker_processes
 
 _Args = processes.ToyArgs
 hosts, project = worker_processes.hosts, worker_processes.project
@@ -36,7 +36,7 @@ def testRunsOnWorkersAndInOneProcessAreEqualAndResumeEachOther(forks, project, h
   assert not processes.Messages(done.stderr)
   assert ' on 2 CPU devices of 2 workers\n' in done.stdout
   assert 'task:1/device:CPU:0' in done.stdout
-  assert ' written by each of 2 workers ' in done.stderr
+  assert re.search('written .* 2 workers ', done.stderr)
   tensors = processes.Tensors(first, 2)
   assert 'toy.stack.layers[0].w/momentum' in tensors
   parts = _Parts(first, 2)
@@ -87,60 +87,12 @@ def _Parts(logdir, step):
   return {stat.S_IMODE(file.stat().st_mode): file for file in files}
 
 
-_SAVES = """
-import contextlib
-import os
-import socket
-import struct
-import sys
-import tensorflow as tf
-from lingvo_gpipe.checkpoint import background_saver, checkpointer
-from lingvo_gpipe.distributed import cluster, cluster_spec
-
-devices = cluster.Cluster.Connect(cluster_spec.FromText(open(sys.argv[1]).read(), ''), 2).devices
-variables = {}
-for i in range(8):
-  with tf.device(devices[i % 2]):
-    variables[f'v{i}'] = tf.Variable(tf.random.stateless_normal([256, 1024], [1, 2]))
-
-
-def NumBytes():
-  # What this process has sent and received, as the kernel tells of each of its connections.
-  total = 0
-  for name in os.listdir('/proc/self/fd'):
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as s:
-      told = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-      total += sum(struct.unpack_from('QQ', told, 120))
-  return total
-
-
-store = checkpointer.Checkpointer(sys.argv[2])
-store.CheckWritable()
-if sys.argv[3]:
-  store.LetWorkersWrite(devices)
-before = NumBytes()
-for in_background in (True, False):
-  saver = background_saver.BackgroundSaver(store, in_background=in_background)
-  saver.Save(int(in_background), variables, {})
-  for variable in variables.values():
-    variable.assign_add(tf.ones([256, 1024]))
-  saver.Wait()
-  store.RestoreLatest(variables)
-for variable in variables.values():
-  with tf.device(variable.device):
-    tf.reduce_sum(variable).numpy()  # When all was assigned.
-print(NumBytes() - before)
-"""
-
-
 def testWorkersSaveAndRestoreTheirVariablesLocally(forks, hosts, tmp_path):
-  (tmp_path / 'program.py').write_text(_SAVES)
-
   def NumBytes(directory, more):
     args = [str(hosts), str(directory), more]
     # TensorFlow's optimiser of graphs keeps the tensors of a worker from passing through here.
-    program, environment = str(tmp_path / 'program.py'), processes.OPTIMIZED
-    done = forks.Run(program, *args, more_environment=environment)
+    program = processes.Program('save_on_workers')
+    done = forks.Run(program, *args, more_environment=processes.OPTIMIZED)
     return int(processes.Succeeded(done).stdout)
 
   size = sent = 8 * 2**20  # The bytes of the variables, and of the ones added to them.
@@ -165,10 +117,8 @@ def testTheTrainerWritesEverythingIfAWorkerDoesNotSeeTheDirectory(forks, project
   (mode,) = _Parts(project / 'unseen', 1)
   assert mode not in worker_processes.UMASKS.values()
   (line,) = [x for x in done.stderr.splitlines() if 'Checkpoints are written ' in x]
-  assert (
-    ' written by this process alone: worker 0 does not share '
-    '/proc/self/cwd/unseen/train: /proc/self/cwd/unseen/train/ckpt-00000000-'
-  ) in line
+  path = '/proc/self/cwd/unseen/train'
+  assert naming.Names(line, 'alone', 'worker 0', path, f'{path}/ckpt-00000000')
   assert len(list(project.glob('unseen/train/ckpt-*'))) == 2
 
 
@@ -216,7 +166,7 @@ def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hos
   processes.AssertSameTensors(on_workers, expected)
   assert f'4 CPU devices of 3 workers at {", ".join(workers)}.\n' in done.stderr
   # By the process that restarts the workers, and by the process that trains.
-  assert done.stderr.count(f' Workers reach this process at localhost:{chief}.\n') == 2
+  assert done.stderr.count(f' at localhost:{chief}.\n') == 2
   assert 'cuInit' not in done.stderr  # The run does not ask for a GPU.
   # Of the three workers, a process had used two.
   assert [_NumRestarts(log) - n for log, n in zip(logs, before, strict=True)] == [1, 1, 0]
@@ -241,35 +191,20 @@ def testTooFewDevicesAreCounted(forks, project, hosts, tmp_path):
   first, second = worker_processes.Addresses(hosts)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
-  assert line.startswith('3 devices needed, 3 stages of each of 1 replica, but the workers have 2')
-  assert f'1 of worker 0 at {first}, 1 of worker 1 at {second}' in line
+  assert naming.Names(line, '3 devices', '3 stages', '1 replica', 'workers have 2')
+  assert naming.Names(line, f'1 of worker 0 at {first}', f'1 of worker 1 at {second}')
 
 
-_OTHER_VERSION = """
-import sys
-import tensorflow as tf
-from lingvo_gpipe.distributed import cluster, cluster_spec
-tf.__version__ = '2.0.0'
-try:
-  cluster.Cluster.Connect(cluster_spec.FromText(open(sys.argv[1]).read(), ''))
-except ValueError as e:
-  print(e)
-"""
-
-
-def testAnotherVersionOfTensorFlowIsNamed(forks, hosts, tmp_path):
-  (tmp_path / 'program.py').write_text(_OTHER_VERSION)
-  done = forks.Run(str(tmp_path / 'program.py'), str(hosts))
-  assert f'worker 0 at {worker_processes.Addresses(hosts)[0]} runs TensorFlow 2.' in done.stdout, (
-    done.stderr
-  )
-  assert 'this process runs 2.0.0: ' in done.stdout
+def testAnotherVersionOfTensorFlowIsNamed(forks, hosts):
+  done = forks.Run(processes.Program('connect_with_other_version'), str(hosts))
+  address, *_ = worker_processes.Addresses(hosts)
+  assert naming.Names(done.stdout, f'worker 0 at {address}', tf.__version__, '2.0.0'), done.stderr
 
 
 def testWorkersThatDoNotAnswerAreNamed(hosts, monkeypatch):
   monkeypatch.setattr(worker_connection, '_ASK_SECONDS', 1.0)
   first, second = worker_processes.Addresses(hosts)
-  with pytest.raises(ValueError, match=rf'expected worker 0 at {second}, .* worker 1'):
+  with pytest.raises(ValueError, match=naming.Naming(f'worker 0 at {second}', 'worker 1')):
     worker_connection.AwaitWorkers([second, first], 10)
   with socket.socket() as silent:  # Accepts and never answers, like a stopped process.
     silent.bind(('localhost', 0))
@@ -282,9 +217,9 @@ def testWorkersThatDoNotAnswerAreNamed(hosts, monkeypatch):
     with pytest.raises(TimeoutError) as e:
       worker_connection.AwaitWorkers(addresses, 0.1)
   message = str(e.value)
-  assert ' did not answer within 0.1 s: worker 1 at ' in message
-  assert f'worker 1 at {addresses[1]} (unavailable: ' in message
-  assert f'worker 2 at {addresses[2]} (deadline_exceeded: ' in message
+  assert naming.Names(message, '0.1 s')
+  assert naming.Names(message, f'worker 1 at {addresses[1]} (unavailable')
+  assert naming.Names(message, f'worker 2 at {addresses[2]} (deadline_exceeded')
   assert first not in message
 
 
@@ -369,22 +304,8 @@ def testLocalWorkersEndWithATrainerKilledWhileTheyStart(forks, project, tmp_path
   worker_processes.AwaitEnd(workers)
 
 
-# A worker whose standard input never ends, because it also holds the other end.
-_STARTER = """
-import os, signal, sys
-from lingvo_gpipe import worker
-starter = os.getpid()
-if os.fork():
-  signal.pause()
-os.dup2(os.pipe()[0], 0)
-sys.argv = ['worker', '--local', f'--starter={starter}']
-worker.Run()
-"""
-
-
-def testALocalWorkerEndsWithItsStarterIfThePipeStaysOpen(forks, tmp_path):
-  (tmp_path / 'program.py').write_text(_STARTER)
-  pid = forks.Start(str(tmp_path / 'program.py'))
+def testALocalWorkerEndsWithItsStarterIfThePipeStaysOpen(forks):
+  pid = forks.Start(processes.Program('start_local_worker'))
   workers = []
   try:
     forks.Await('worker 0 serves ')

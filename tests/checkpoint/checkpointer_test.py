@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lingvo_gpipe.checkpoint import checkpoint_info, checkpointer, tensor_bundle
 from lingvo_gpipe.core import files
-from tests import naming
+from tests import naming, processes
 
 # The result of `tensor_bundle.Write` for a checkpoint without files.
 _WRITTEN = {'files': {}, 'index_sha256': '0' * 64}
@@ -184,34 +184,36 @@ def testRestoreNamesAllMismatchesBeforeAssigning(tmp_path):
   assert '\n' not in message
   assert not any(v.numpy().any() for v in variables.values())
   del variables['lm.layers[1].w']
-  with pytest.raises(ValueError, match='only in the checkpoint: 2'):
+  only_there = naming.Naming('only in', 2, 'lm.layers[1].w', 'lm.layers[2].w')
+  with pytest.raises(ValueError, match=only_there):
     saver.Restore(info, variables, allow_missing=True)
-  with pytest.raises(ValueError, match='not in the checkpoint: 2'):
+  with pytest.raises(ValueError, match=naming.Naming('not in', 2, 'lm.layer[2].w', 'zzz')):
     saver.Restore(info, variables, allow_extra=True)
   assert saver.Restore(info, variables, allow_missing=True, allow_extra=True) == {'step': 1}
   assert variables['lm.layers[0].w'].numpy().all() and not variables['lm.layer[2].w'].numpy().any()
-  with pytest.raises(ValueError, match=r'variable float64\[4, 5\], checkpoint float32\[4, 5\]'):
+  other_dtype = naming.Naming('variable float64[4, 5]', 'checkpoint float32[4, 5]')
+  with pytest.raises(ValueError, match=other_dtype):
     saver.Restore(
       info, {'lm.layers[0].w': tf.Variable(tf.zeros([4, 5], tf.float64))}, allow_extra=True
     )
   many = {f'other{i}': tf.Variable(0.0) for i in range(50)}
-  with pytest.raises(ValueError, match='50: other0, .*and 42 more'):
+  with pytest.raises(ValueError, match=naming.Naming(50, 'other0', '42 more')):
     saver.Restore(info, many, allow_extra=True)
 
 
 def testSaveChecksItsArguments(tmp_path):
   saver = checkpointer.Checkpointer(tmp_path / 'x')
   good = {'a': tf.Variable(0.0)}
-  for error, match, args in (
-    (ValueError, 'at least 0, got -1', (-1, good, {})),
-    (ValueError, 'No variables', (1, {}, {})),
-    (ValueError, "non-empty string, got ''", (1, {'': tf.Variable(0)}, {})),
-    (TypeError, "'a' is a float", (1, {'a': 1.5}, {})),
-    (TypeError, r"metadata\['x'\]\[1\] is a int64, .*int\(x\)", (1, good, {'x': [1, np.int64(2)]})),
-    (TypeError, 'key 3', (1, good, {'d': {3: 4}})),
-    (TypeError, r"metadata\['t'\] is a .*Tensor", (1, good, {'t': tf.constant(1)})),
+  for error, names, args in (
+    (ValueError, ('step', 0, -1), (-1, good, {})),
+    (ValueError, ('No variables', 'step 1', tmp_path / 'x'), (1, {}, {})),
+    (ValueError, ('string', "''"), (1, {'': tf.Variable(0)}, {})),
+    (TypeError, ("'a'", 'float'), (1, {'a': 1.5}, {})),
+    (TypeError, ("metadata['x'][1]", 'int64', 'int(x)'), (1, good, {'x': [1, np.int64(2)]})),
+    (TypeError, ("metadata['d']", 'key 3'), (1, good, {'d': {3: 4}})),
+    (TypeError, ("metadata['t']", 'EagerTensor'), (1, good, {'t': tf.constant(1)})),
   ):
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=naming.Naming(*names)):
       saver.Save(*args)
   assert not (tmp_path / 'x').exists()
 
@@ -341,52 +343,10 @@ def testAKillOrErrorAtAnyFileOperationLosesNothing(tmp_path, monkeypatch, step, 
   assert n > 20
 
 
-_KILL_LOOP = """
-import os, random, signal, sys, time
-import tensorflow as tf
-from lingvo_gpipe.checkpoint import checkpointer, tensor_bundle
-tensor_bundle.GROUP_BYTES = 40000
-directory, kills = sys.argv[1], int(sys.argv[2])
-rng = random.Random(5)
-for _ in range(kills):
-  started = os.path.getsize(directory + '.log') if os.path.exists(directory + '.log') else 0
-  # TensorFlow is imported once; each child starts its own context.
-  child = os.fork()
-  if not child:
-    variables = {f'v{i}': tf.Variable(tf.zeros([100, 100])) for i in range(4)}
-    saver = checkpointer.Checkpointer(directory, max_to_keep=2)
-    restored = saver.RestoreLatest(variables)
-    step = restored[0].step if restored else 0
-    for v in variables.values():
-      assert (v.numpy() == step).all(), (step, v.numpy())
-    with open(directory + '.log', 'a') as log:
-      log.write(f'{step}\\n')
-    while True:
-      step += 1
-      for v in variables.values():
-        v.assign_add(tf.ones([100, 100]))
-      saver.Save(step, variables, {'step': step})
-      with open(directory + '.saved', 'w') as f:
-        f.write(str(step))
-  # Wait until the child has started (the log grows), then let it save for a random time.
-  for _ in range(12_000):
-    time.sleep(0.005)
-    if os.path.exists(directory + '.log') and os.path.getsize(directory + '.log') > started:
-      break
-  else:
-    sys.exit('a child did not start')
-  time.sleep(rng.uniform(0, 0.12))
-  os.kill(child, signal.SIGKILL)
-  if os.waitpid(child, 0)[1] != signal.SIGKILL:
-    sys.exit('a child ended by itself')
-"""
-
-
 def testSigkillAtRandomMomentsLosesNothing(forks, tmp_path):
-  directory, loop = tmp_path / 'ckpts', tmp_path / 'loop.py'
+  directory = tmp_path / 'ckpts'
   kills = 10
-  loop.write_text(_KILL_LOOP)
-  done = forks.Run(str(loop), str(directory), str(kills))
+  done = forks.Run(processes.Program('kill_loop'), str(directory), str(kills))
   assert done.returncode == 0, done.stdout + done.stderr
   resumed = [int(x) for x in pathlib.Path(f'{directory}.log').read_text().split()]
   assert len(resumed) == kills and resumed == sorted(resumed)
@@ -434,7 +394,9 @@ def testADamagedCheckpointIsLoggedAndSkipped(tmp_path, monkeypatch, caplog, dama
       warnings = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
       assert len(warnings) == 1 and info.prefix in warnings[0], warnings
       assert _Value(tmp_path) == (1, 1.0)
-      with pytest.raises(checkpointer.DamagedError, match='ckpt-00000002-.* cannot be read'):
+      with pytest.raises(
+        checkpointer.DamagedError, match=naming.Naming('ckpt-00000002', 'tensors')
+      ):
         checkpointer.Checkpointer(tmp_path).Restore(info, _Variables(0))
     path.write_bytes(original)
   assert _Value(tmp_path) == (2, 2.0)
@@ -485,7 +447,9 @@ def testAllCheckpointsDamagedIsAnError(tmp_path):
   _Save(tmp_path, 1)
   os.truncate(f'{info.Latest().prefix}.data-00000-of-00001', 10)
   for call in (lambda c: c.Latest(), lambda c: c.RestoreLatest(_Variables(0))):
-    with pytest.raises(checkpointer.DamagedError, match='None of the 1 .*has 10'):
+    with pytest.raises(
+      checkpointer.DamagedError, match=naming.Naming(tmp_path, 'ckpt-00000001', '10 bytes', 240)
+    ):
       call(checkpointer.Checkpointer(tmp_path))
 
 
@@ -496,9 +460,9 @@ def testANewerFormatIsRejected(tmp_path, monkeypatch):
     text = checkpoint_info.CommitText(2, 'ckpt-00000002-00000000', {}, {}, _WRITTEN)
   (tmp_path / 'ckpt-00000002.json').write_text(text)
   for call in (checkpointer.Checkpointer.Latest, checkpointer.Checkpointer.All):
-    with pytest.raises(ValueError, match='format 2, this program reads 1'):
+    with pytest.raises(ValueError, match=naming.Naming('ckpt-00000002.json', 'format 2', 1)):
       call(checkpointer.Checkpointer(tmp_path))
-  with pytest.raises(ValueError, match='format 2'):
+  with pytest.raises(ValueError, match=naming.Naming('ckpt-00000002.json', 'format 2')):
     _Save(tmp_path, 3)
 
 
@@ -527,7 +491,7 @@ def testAFullDiskLeavesEarlierCheckpoints(tmp_path):
   try:
     # Imitates a full disk without root rights: files may not grow beyond this size.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    with pytest.raises(OSError, match='Cannot save .*step 2 .*too large.*untouched'):
+    with pytest.raises(OSError, match=naming.Naming('step 2', tmp_path, 'File too large')):
       checkpointer.Checkpointer(tmp_path).Save(2, big, {})
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -574,7 +538,7 @@ def testADirectoryThatCannotBeWrittenIsNamed(tmp_path):
     with pytest.raises(OSError) as e:
       call()
     assert str(tmp_path / 'file' / 'ckpts') in str(e.value) and '\n' not in str(e.value)
-  with pytest.raises(OSError, match='gopher://x/y.*not implemented'):
+  with pytest.raises(OSError, match=naming.Naming('gopher://x/y', "scheme 'gopher'")):
     checkpointer.Checkpointer('gopher://x/y').Latest()
   checkpointer.Checkpointer(tmp_path / 'new').CheckWritable()
   assert os.listdir(tmp_path / 'new') == []

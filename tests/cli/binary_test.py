@@ -15,7 +15,7 @@ import pytest
 from lingvo_gpipe.checkpoint import logdir_lock
 from lingvo_gpipe.cli import interrupts
 from lingvo_gpipe.experiment import registry
-from tests import processes
+from tests import naming, processes
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _MODEL = f'--model={processes.MODEL}'
@@ -25,150 +25,152 @@ def _Tiny(more):
   return f'--model_params_override={processes.TINY};{more}'
 
 
-# Mistake: program, arguments with {} for a valid log directory, pattern of the line.
+# Mistake: program, arguments with {} for a valid log directory, and parts of the line.
 _MISTAKES = {
   'unknown model': (
     'trainer', ['--model=lm.stdlib.ByteTransformrGPipe2', '--logdir={}'],
-    r'ByteTransformrGPipe2.*Did you mean lm\.stdlib\.ByteTransformerGPipe2 or ',
+    ("ByteTransformrGPipe2'", 'lm.stdlib.ByteTransformerGPipe2'),
   ),
   'unknown key of an override': (
     'trainer', [_MODEL, '--logdir={}', '--model_params_override=task.num_layer:2'],
-    r'task\.num_layer\b.*did you mean task\.num_layers\?',
+    ('task.num_layer', 'task.num_layers?'),
   ),
   'ill-typed value': (
     'trainer', [_MODEL, '--logdir={}', '--model_params_override=task.num_layers:two'],
-    r"task\.num_layers expects int.*got 'two'",
+    ('task.num_layers', "'two'"),
   ),
   'log directory below a file': (
     'trainer', [_MODEL, '--logdir=' + __file__ + '/run', _Tiny('')],
-    r'Cannot write .*Not a directory.*_test\.py.*Give a directory that can be created',
+    ('Not a directory', __file__ + '/run'),
   ),
   'log directory in /proc': (
     'trainer', [_MODEL, '--logdir=/proc/run', _Tiny('')],
-    r"Cannot write .*'/proc/run/train'.*Give a directory that can be created and written",
+    ("'/proc/run/train'",),
   ),
   'log directory in use': (
     'trainer', [_MODEL, '--logdir={}/held', _Tiny('')],
-    rf"/held/train' is in use by another trainer \(process {os.getpid()} on ",
+    ("{}/held/train'", f'process {os.getpid()}'),
   ),
   'too few devices': (
     'trainer', [_MODEL, '--logdir={}', '--num_devices=1'],
-    r'2 devices needed.* at most 1 .*allow 2 devices',
+    ('2 devices', 'at most 1'),
   ),
-  'no device': ('trainer', [_MODEL, '--logdir={}', '--num_devices=0'], r'--num_devices=0'),
+  'no device': ('trainer', [_MODEL, '--logdir={}', '--num_devices=0'], ('--num_devices=0',)),
   'devices that are no list of numbers': (
     'trainer', [_MODEL, '--logdir={}', '--devices=0,one'],
-    r"--devices expects a list of indices such as 0,2; got \['0', 'one'\]",
+    ('--devices', "['0', 'one']"),
   ),
   'devices of the CPU': (
     'trainer', [_MODEL, '--logdir={}', '--platform=cpu', '--devices=0,1', _Tiny('')],
-    r'devices 0, 1: .*the platform is cpu \(no accelerator found\)\. Omit them; num_devices ',
+    ('devices 0, 1', 'platform is cpu', 'num_devices'),
   ),
   'GPUs to split while workers compute': (
     'trainer',
     [_MODEL, '--logdir={}', '--local_workers=2', '--logical_devices_per_gpu=2', _Tiny('')],
-    r'--logical_devices_per_gpu is for GPUs of this process.*`worker`',
+    ('--logical_devices_per_gpu', '`worker`'),
   ),
   'GPUs that repeat a run while workers compute': (
     'trainer', [_MODEL, '--logdir={}', '--local_workers=2', '--deterministic', _Tiny('')],
-    r'--deterministic is for GPUs of this process.*`worker`',
+    ('--deterministic', '`worker`'),
   ),
   'training in float16': (
     'trainer', [_MODEL, '--logdir={}', '--platform=cpu', _Tiny('task.fprop_dtype:float16')],
-    r'float16.*bfloat16.*PipelinedModel',
+    ('float16', 'bfloat16', 'PipelinedModel'),
   ),
-  'no model': ('trainer', ['--logdir={}'], r'--model is needed.*--mode=list'),
-  'no log directory': ('trainer', [_MODEL], r'--logdir is needed'),
+  'no model': ('trainer', ['--logdir={}'], ('--model', '--mode=list')),
+  'no log directory': ('trainer', [_MODEL], ('--logdir',)),
   'missing file of overrides': (
     'trainer', [_MODEL, '--logdir={}', '--model_params_file_override=/no/such/file'],
-    r"--model_params_file_override: '/no/such/file' cannot be read",
+    ('--model_params_file_override', "'/no/such/file'"),
   ),
   'file of overrides that is not UTF-8': (
     'trainer', [_MODEL, '--logdir={}', '--model_params_file_override={}/latin'],
-    r"--model_params_file_override: '/\S+/latin' is not in UTF-8: line 2: invalid",
+    ('--model_params_file_override', "'{}/latin'", 'UTF-8', 'line 2'),
   ),
   'file of flags that is not UTF-8': (
-    'trainer', ['--flagfile={}/latin'], '^--flagfile: a file is not in UTF-8: .*0xe9',
+    'trainer', ['--flagfile={}/latin'], ('--flagfile', 'UTF-8', '0xe9'),
   ),
   'file of Params that is not UTF-8': (
     'trainer', ['--mode=diff_params', processes.MODEL, '{}/latin'],
-    r"--mode=diff_params: '/\S+/latin' is not in UTF-8: line 2: invalid",
+    ('--mode=diff_params', "'{}/latin'", 'UTF-8', 'line 2'),
   ),
   'file of workers that is not UTF-8': (
     'trainer', [_MODEL, '--logdir={}', '--cluster={}/latin', _Tiny('')],
-    r"--cluster: '/\S+/latin' is not in UTF-8: line 2: invalid",
+    ('--cluster', "'{}/latin'", 'UTF-8', 'line 2'),
   ),
   'what an input of the project refuses': (
     'trainer', [_MODEL, '--logdir={}', _Tiny('input.split:tset')],
-    r"split expects 'train' or 'dev' or 'test', got 'tset'",
+    ('split', "'train'", "'dev'", "'test'", "'tset'"),
   ),
   'unknown schedule': (
     'trainer', [_MODEL, '--logdir={}', _Tiny('task.stack.schedule:gpip')],
-    r"'gpip'.*did you mean 'gpipe'\?",
+    ("'gpip'", "'gpipe'?"),
   ),
   'more stages than layers': (
     'trainer', [_MODEL, '--logdir={}', _Tiny('task.stack.num_stages:7')],
-    r'7 stages for 5 layers.*at most 5 stages',
+    ('7 stages', '5 layers', 'at most 5'),
   ),
   'unknown data set at the end': (
     'trainer', [_MODEL, '--logdir={}', _Tiny("task.train.eval_datasets:['Tset']")],
-    r"no data set 'Tset'; it has: Train, Dev, Test",
+    ("'Tset'", 'Train, Dev, Test'),
   ),
   'unknown flag': (
     'trainer', [_MODEL, '--logdir={}', '--max_stps=3'],
-    r"'max_stps'.*Did you mean: max_steps.*--help",
+    ("'max_stps'", 'max_steps', '--help'),
   ),
-  'negative number of steps': ('trainer', [_MODEL, '--logdir={}', '--max_steps=-3'], r'max_steps'),
+  'negative number of steps': (
+    'trainer', [_MODEL, '--logdir={}', '--max_steps=-3'], ('max_steps', -3),
+  ),
   'steps to profile that are none': (
     'trainer', [_MODEL, '--logdir={}', '--profile_steps=7'],
-    r'--profile_steps=7: expected the first and the last step, such as 5,7',
+    ('--profile_steps=7', '5,7'),
   ),
   'steps to profile after the end': (
     'trainer', [_MODEL, '--logdir={}', '--max_steps=6', '--profile_steps=5,7'],
-    r'--profile_steps=5,7: the run ends at step 6',
+    ('--profile_steps=5,7', 'step 6'),
   ),
   'export before training': (
     'trainer', [_MODEL, '--logdir={}', '--mode=export', _Tiny('')],
-    r'there is no checkpoint in .*/train: train first',
+    ('no checkpoint', '{}/train'),
   ),
   'inspection before training': (
     'trainer', ['--logdir={}', '--mode=inspect_checkpoint'],
-    r'there is no checkpoint in .*/train: train first',
+    ('no checkpoint', '{}/train'),
   ),
   'one argument for two': (
-    'trainer', ['--mode=diff_params', processes.MODEL], r'expected 2 arguments .*got 1',
+    'trainer', ['--mode=diff_params', processes.MODEL], ('2 arguments', 1),
   ),
   'difference from what is not there': (
-    'trainer', ['--mode=diff_params', processes.MODEL, 'no.such.Model'], r"No experiment 'no\.such",
+    'trainer', ['--mode=diff_params', processes.MODEL, 'no.such.Model'], ("'no.such.Model'",),
   ),
-  'argument too many': ('trainer', [_MODEL, 'more'], r"unexpected argument 'more'"),
+  'argument too many': ('trainer', [_MODEL, 'more'], ("'more'",)),
   'unknown split': (
     'evaluator', [_MODEL, '--logdir={}', '--split=Tst'],
-    r"no data set 'Tst'; it has: Train, Dev, Test",
+    ("'Tst'", 'Train, Dev, Test'),
   ),
   'no checkpoint': (
     'evaluator', [_MODEL, '--logdir={}', '--once', _Tiny('')],
-    r'there is no checkpoint in .*: train first',
+    ('no checkpoint', '{}/train'),
   ),
   'checkpoint of no kind': (
     'evaluator', [_MODEL, '--logdir={}', '--checkpoint=newest', _Tiny('')],
-    r"--checkpoint .*last, best .*got 'newest'",
+    ('--checkpoint', 'last, best', "'newest'"),
   ),
   'training from a checkpoint': (
     'trainer', [_MODEL, '--logdir={}', '--checkpoint=best'],
-    r'--checkpoint=best is for --mode=export; .*init_from_checkpoint_rules',
+    ('--checkpoint=best', '--mode=export', 'train.init_from_checkpoint_rules'),
   ),
   'a flag of another mode': (
     'trainer', [_MODEL, '--mode=inspect_model', '--profile_steps=5,7'],
-    r'^--profile_steps is for --mode=train; --mode=inspect_model does not use it$',
+    ('--profile_steps', '--mode=train', '--mode=inspect_model'),
   ),
   'where to export without an export': (
     'trainer', [_MODEL, '--logdir={}', '--export_dir={}/model'],
-    r'^--export_dir is for --mode=export; --mode=train does not use it$',
+    ('--export_dir', '--mode=export', '--mode=train'),
   ),
   'a limit for workers without workers': (
     'trainer', [_MODEL, '--logdir={}', '--step_timeout=60'],
-    r'--step_timeout detects workers that hang: it needs --local_workers or --cluster',
+    ('--step_timeout', '--local_workers', '--cluster'),
   ),
 }  # fmt: skip
 
@@ -178,7 +180,7 @@ _STARTED = 'too few devices'
 
 @pytest.fixture(scope='module')
 def mistaken(tmp_path_factory, forks):
-  """{mistake: finished process}; one is a real process that imports TensorFlow."""
+  """({mistake: finished process}, log directory); one process imports TensorFlow itself."""
   logdir = str(tmp_path_factory.mktemp('run'))
   pathlib.Path(logdir, 'latin').write_bytes(b'task.num_layers:2\ntask.name:caf\xe9\n')
   finished = {}
@@ -186,15 +188,16 @@ def mistaken(tmp_path_factory, forks):
     for what, (program, args, _) in _MISTAKES.items():
       run = processes.Run if what == _STARTED else forks.Run
       finished[what] = run(program, *(arg.replace('{}', logdir) for arg in args))
-  return finished
+  return finished, logdir
 
 
 @pytest.mark.parametrize('what', list(_MISTAKES))
 def testAMistakeIsReportedInOneLine(mistaken, what):
-  done = mistaken[what]
+  finished, logdir = mistaken
+  done = finished[what]
   assert done.returncode == 2, done.stderr
   (line,) = processes.Messages(done.stderr)
-  assert re.search(_MISTAKES[what][2], line)
+  assert naming.Names(line, *(str(part).replace('{}', logdir) for part in _MISTAKES[what][2]))
   # Nothing was started.
   assert done.stdout == ''
 
@@ -229,38 +232,12 @@ def testModesPrintAndExit(forks):
   assert [line[:5] for line in done.stdout.splitlines()[1:5]] == [f'    {k}' for k in range(4)]
 
 
-# An error in a supervised process, which hangs after it.
-_HANGING = """
-import sys, time
-from lingvo_gpipe.cli import binary
-from lingvo_gpipe.core import heartbeat
-from lingvo_gpipe.distributed import supervisor
-supervisor._END_SECONDS = supervisor._PAUSE_SECONDS = 0.01
-
-class Hanging:
-  def __del__(self):
-    time.sleep(100)
-  def flush(self):
-    time.sleep(100)
-
-def Train(workers, is_again):
-  held = Hanging()
-  heartbeat.Begin(heartbeat.TRAIN)
-  if sys.argv[1] == '--stack_trace':
-    sys.stdout = held
-  raise ValueError('a mistake')
-
-binary.DefineDeviceFlags()
-work = supervisor.Work('training', 'a new checkpoint', lambda: -1)
-binary.Run(lambda: supervisor.Supervisor(Train, work, step_timeout=5.0).Run(), '')
-"""
-
-
 @pytest.mark.parametrize('flag, status', [('--nostack_trace', 2), ('--stack_trace', 1)])
-def testAHangAfterAnErrorIsNotAHungWorker(forks, tmp_path, flag, status):
+def testAHangAfterAnErrorIsNotAHungWorker(forks, flag, status):
   """The objects of the error hang, or the reader of the output."""
-  (tmp_path / 'program.py').write_text(_HANGING)
-  done = forks.Run(str(tmp_path / 'program.py'), flag, cwd=tmp_path)
+  program = pathlib.Path(processes.Program('hang_after_error'))
+  # A mistake in the working directory is one of the user.
+  done = forks.Run(str(program), flag, cwd=program.parent)
   assert done.returncode == status
   lines = processes.Messages(done.stderr)
   assert 'a mistake' in lines[-1] and (status == 1 or len(lines) == 1)

@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import sys
 import time
@@ -14,25 +13,9 @@ import time
 import pytest
 
 from tests import processes, terminal
-from tests.toys import training
+from tests.toys import projects
 
 STEPS = 6
-_EXPERIMENT = """
-from lingvo_gpipe import registry
-from tasks import training
-
-
-@registry.RegisterSingleTaskModel
-class Toy(registry.SingleTaskModelParams):
-  def Train(self):
-    return training.Input('Train')
-
-  def Dev(self):
-    return training.Input('Dev')
-
-  def Task(self):
-    return training.Params().task
-"""
 _OVERRIDES = (
   "task.train.eval_datasets:['Dev'];task.train.eval_interval_steps:2;"
   "task.train.decode_datasets:['Dev'];task.train.decode_interval_steps:3"
@@ -41,12 +24,9 @@ _OVERRIDES = (
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-  root = tmp_path_factory.mktemp('project')
-  for folder in ('params', 'tasks'):
-    (root / folder).mkdir()
-  (root / 'params' / 'toy.py').write_text(_EXPERIMENT)
-  shutil.copy(training.__file__, root / 'tasks')
-  return root
+  return projects.Write(
+    tmp_path_factory.mktemp('project'), projects.Experiments('two_weights'), task='training'
+  )
 
 
 @contextlib.contextmanager

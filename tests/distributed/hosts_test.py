@@ -14,17 +14,9 @@ import time
 import numpy as np
 import pytest
 
-from tests import processes, worker_processes
+from tests import naming, processes, worker_processes
 from tests.toys import projects
 from tools.chaos_attacks import network
-
-# Waits for workers that are gone, which here never come back by themselves.
-_NO_PAUSES = """
-from lingvo_gpipe.distributed import supervisor, worker_restart
-
-supervisor._PAUSE_SECONDS = 0.1
-worker_restart._ASK_SECONDS = 0.5
-"""
 
 _PORT = 2222
 _STAGES = (
@@ -32,42 +24,11 @@ _STAGES = (
   'task.train.save_interval_steps:20'
 )
 
-# Runs a program in the namespace HOST. With HIDE, that folder is another one there.
-_ON_HOST = """
-import ctypes
-import os
-import subprocess
-import sys
-
-libc = ctypes.CDLL(None, use_errno=True)
-with open('/run/netns/' + os.environ['HOST']) as f:
-  assert not libc.setns(f.fileno(), 0x40000000), os.strerror(ctypes.get_errno())
-if hidden := os.environ.get('HIDE'):
-  assert not libc.unshare(0x20000), os.strerror(ctypes.get_errno())  # A mount namespace.
-  subprocess.run(['mount', '--make-rprivate', '/'], check=True)
-  subprocess.run(['mount', '-t', 'tmpfs', 'none', hidden], check=True)
-from lingvo_gpipe import trainer, worker
-
-program = sys.argv.pop(1)
-{'trainer': trainer.Run, 'worker': worker.Run}[program]()
-"""
-
-_CONNECT = """
-import socket
-import sys
-
-try:
-  socket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3])).close()
-  print('connected')
-except OSError as e:
-  print(type(e).__name__)
-"""
-
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
   folder = tmp_path_factory.mktemp('project')
-  return projects.Write(folder, worker_processes.EXPERIMENT + _NO_PAUSES)
+  return projects.Write(folder, projects.Experiments('without_pauses'), 'pipelined')
 
 
 @pytest.fixture(scope='module')
@@ -82,7 +43,8 @@ def hosts():
 
 def _Connect(hosts, source, address, port=_PORT, seconds=1.0):
   """Returns 'connected' or the name of the error."""
-  command = ['ip', 'netns', 'exec', hosts.namespaces[source], sys.executable, '-c', _CONNECT]
+  program = processes.Program('connect_socket')
+  command = ['ip', 'netns', 'exec', hosts.namespaces[source], sys.executable, program]
   return subprocess.run(
     [*command, address, str(port), str(seconds)], capture_output=True, text=True, check=True,
     timeout=processes.TIMEOUT,
@@ -94,8 +56,7 @@ class _Run:
 
   def __init__(self, forks, hosts, project, folder, hidden=None):
     self._forks, self._hosts, self._project, self._hidden = forks, hosts, project, hidden
-    self._program, self._addresses = folder / 'on_host.py', folder / 'hosts.json'
-    self._program.write_text(_ON_HOST)
+    self._addresses = folder / 'hosts.json'
     names = [f'{address}:{_PORT}' for address in hosts.addresses[1:4]]
     self._addresses.write_text(json.dumps({'worker': names}))
     self.pids = {}
@@ -107,8 +68,8 @@ class _Run:
     if host and self._hidden:
       environment['HIDE'] = str(self._hidden)
     self.pids[program, host] = self._forks.Start(
-      str(self._program), program, f'--cluster={self._addresses}', *args, cwd=self._project,
-      more_environment=environment, is_waited_for=False,
+      processes.Program('on_host'), program, f'--cluster={self._addresses}', *args,
+      cwd=self._project, more_environment=environment, is_waited_for=False,
     )  # fmt: skip
     return self._forks._outputs['stderr']
 
@@ -163,7 +124,7 @@ def testALostLinkOrHostDoesNotChangeTheResult(forks, hosts, project, tmp_path, i
     run.Close()
     hosts.SetLink(2, is_up=True)
   text = stderr.read_text()
-  assert ('by each of 3 workers' if is_shared else 'by this process alone') in text
+  assert naming.Names(text, '3 workers' if is_shared else 'alone')
   assert ('resuming training from' in text) == (not is_shared), text
   _CheckWeights(forks, project, logdir, tmp_path / 'once', _STAGES)
 
@@ -260,7 +221,7 @@ def testTheTunnelOfTheDocumentsCarriesARun(forks, hosts, project, tmp_path, tunn
     run.StopTrainer()
   finally:
     run.Close()
-  assert 'Workers reach this process at localhost:2221' in stderr.read_text()
+  assert naming.Names(stderr.read_text(), 'localhost:2221')
   _CheckWeights(forks, project, logdir, tmp_path / 'once', overrides)
 
 

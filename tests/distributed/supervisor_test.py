@@ -13,53 +13,19 @@ import pytest
 
 from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.distributed import supervisor
+from tests import naming
 
 _ROOT = pathlib.Path(__file__).parents[2]
+# The tests name its functions for the child and for the start of workers.
+_PROGRAM = _ROOT / 'tests' / 'toys' / 'programs' / 'supervised_children.py'
 _SECONDS = 60
 # The time limit of a step.
 _STEP_SECONDS = 1.0
 
-# `Train` runs in a child; the file `children` holds the index of the child.
-_PROGRAM = """
-import json, os, pathlib, signal, sys, time
-from lingvo_gpipe.core import heartbeat
-from lingvo_gpipe.distributed import supervisor
-here = pathlib.Path(sys.argv[1])
-supervisor._END_SECONDS, supervisor._PAUSE_SECONDS, supervisor._POLL_SECONDS = 0.2, 0.01, 0.1
-supervisor._MIN_SECONDS, supervisor._MIN_TIMES = 0.5, 1
-supervisor._MIN_STORE_SECONDS = 0.5
-def Next(name):
-  number = int((here / name).read_text()) + 1 if (here / name).exists() else 0
-  (here / name).write_text(str(number))
-  return number
-def Train(workers, failures):
-  child = Next('children')
-  assert sum(failures.values()) == child and workers == 'their addresses'
-  {train}
-def Record(step, failures):
-  (here / 'failures').write_text(json.dumps([step, failures]))
-def Last():
-  return {last}
-class Workers:
-  spec = 'their addresses'
-  def __init__(self):
-    {workers}
-  def DetachInFork(self):
-    pass
-  def AnyHasEnded(self):
-    return (here / 'gone').exists() and not (here / 'closed').exists()
-  def Close(self):
-    Next('closed')
-work = supervisor.Work('training', 'a new checkpoint', Last)
-supervised = supervisor.Supervisor(Train, work, Workers, {step_seconds}, Record)
-sys.exit(supervised.Run())
-"""
 
-
-def _Start(directory, train, last='-1', workers='pass', step_seconds=_STEP_SECONDS):
-  program = _PROGRAM.format(train=train, last=last, workers=workers, step_seconds=step_seconds)
+def _Start(directory, train, last='-1', workers='Nothing', step_seconds=_STEP_SECONDS):
   return subprocess.Popen(
-    [sys.executable, '-c', program, directory],
+    [sys.executable, str(_PROGRAM), directory, train, last, workers, str(step_seconds)],
     env={**os.environ, 'PYTHONPATH': str(_ROOT), 'PYTHONUNBUFFERED': ''},
     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
   )  # fmt: skip
@@ -77,86 +43,48 @@ def _Run(directory, train, last='-1', step_seconds=_STEP_SECONDS):
   return process.returncode, stderr, int((directory / 'children').read_text()) + 1
 
 
-_FAIL = 'os._exit(supervisor.WORKER_FAILED)'
+_FAIL = 'FailUntil:100'
 
 
 @pytest.mark.parametrize(
-  'train, last, expected, message',
+  'train, last, expected, names',
   [
-    ('return 3', '-1', (3, 1), ''),
-    ('raise ValueError("a mistake")', '-1', (1, 1), 'ValueError: a mistake'),
-    (f'return 0 if child == 2 else {_FAIL}', '-1', (0, 3), 'resuming training from the beginning'),
-    (f'return 0 if child == 1 else {_FAIL}', '7', (0, 2), 'the checkpoint of step 7'),
-    (_FAIL, '7', (1, 6), 'a worker failed; 6 times in a row without a new checkpoint: giving up'),
-    (f'return 0 if child == 8 else {_FAIL}', 'Next("step")', (0, 9), 'of step 8'),
-    ('os.kill(os.getpid(), 11)', '-1', (1, 6), 'the training process was ended by signal 11'),
-    (
-      'return 0 if child == 1 else (heartbeat.Begin(b"t"), time.sleep(100))',
-      '-1',
-      (0, 2),
-      f'no step was done within {_STEP_SECONDS} s: a worker may hang',
-    ),
-    # A local worker was killed while the child connected to it, so TensorFlow waits.
-    (
-      'return 0 if child == 1 else ((here / "gone").touch(), time.sleep(100))',
-      '-1',
-      (0, 2),
-      'a local worker ended; resuming training from the beginning',
-    ),
-    (
-      'heartbeat.Begin(b"t"); heartbeat.SuspendTimeout(); time.sleep(1.4); return 0',
-      '-1',
-      (0, 1),
-      '',
-    ),
-    # Data may be read between two steps.
-    ('heartbeat.Begin(b"t"); heartbeat.Step(b"t"); time.sleep(1.4); return 0', '-1', (0, 1), ''),
+    ('Return:3', '-1', (3, 1), ()),
+    ('Raise', '-1', (1, 1), ('ValueError: a mistake',)),
+    ('FailUntil:2', '-1', (0, 3), ('beginning',)),
+    ('FailUntil:1', '7', (0, 2), ('step 7',)),
+    (_FAIL, '7', (1, 6), ('worker failed', '6 times', 'giving up')),
+    ('FailUntil:8', 'counted', (0, 9), ('step 8',)),
+    ('Crash', '-1', (1, 6), ('training process', 'signal 11')),
+    ('HangOnce', '-1', (0, 2), ('no step', f'{_STEP_SECONDS} s', 'may hang')),
+    ('LoseAWorkerOnce', '-1', (0, 2), ('local worker', 'beginning')),
+    ('SuspendTheLimit', '-1', (0, 1), ()),
+    ('PauseBetweenSteps', '-1', (0, 1), ()),
     # The child has reported its status, but its exit hangs.
-    ('heartbeat.End(4); time.sleep(100)', '-1', (4, 1), ''),
+    ('HangAfterTheEnd', '-1', (4, 1), ()),
     # The child crashes after it reported its status.
-    ('heartbeat.End(0); os._exit(1)', '-1', (1, 1), ''),
+    ('CrashAfterTheEnd', '-1', (1, 1), ()),
   ],
 )
-def testAChildIsReplacedIfAWorkerFailed(tmp_path, train, last, expected, message):
+def testAChildIsReplacedIfAWorkerFailed(tmp_path, train, last, expected, names):
   status, stderr, children = _Run(tmp_path, train, last)
   assert (status, children) == expected, stderr
-  assert message in stderr
-  assert message or not stderr
+  assert naming.Names(stderr, *names)
+  assert names or not stderr
 
 
 def testAChildIsReplacedIfItsWriteHangs(tmp_path):
-  train = """
-  if child == 1:
-    return 0
-  for _ in range(10):
-    heartbeat.Begin(b'w')
-    time.sleep(0.02)
-    heartbeat.Step(b'w')
-  heartbeat.Begin(b'w')
-  while True:
-    heartbeat.Begin(b't')
-    heartbeat.Step(b't')"""
-  status, stderr, children = _Run(tmp_path, train, step_seconds=10.0)
+  status, stderr, children = _Run(tmp_path, 'HangInAWriteOnce', step_seconds=10.0)
   assert (status, children) == (0, 2), stderr
-  assert 'no checkpoint was written within 0.5 s: a worker may hang' in stderr
+  assert naming.Names(stderr, 'no checkpoint', '0.5 s', 'may hang')
 
 
 @pytest.mark.parametrize(
   'train, last, expected',
   [
-    ('return 3', '-1', None),
+    ('Return:3', '-1', None),
     (_FAIL, '7', [7, {'worker_failed': 6, 'gave_up': 1}]),
-    (
-      f"""
-  if child == 0:
-    os.kill(os.getpid(), 11)
-  if child == 1:
-    heartbeat.Begin(b't')
-    time.sleep(100)
-  return 0 if child == 3 else {_FAIL}""",
-      '-1',
-      [-1, {'process_died': 1, 'no_step': 1, 'worker_failed': 1}],
-    ),
+    ('FailInEachWay', '-1', [-1, {'process_died': 1, 'no_step': 1, 'worker_failed': 1}]),
   ],
 )
 def testFailuresAreRecordedByKind(tmp_path, train, last, expected):
@@ -174,11 +102,7 @@ def _AwaitFile(path):
 
 
 def testSignalsReachTheChildAndItsStatusIsReturned(tmp_path):
-  train = """
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-  (here / 'ready').write_text('yes')
-  time.sleep(100)"""
-  process = _Start(tmp_path, train)
+  process = _Start(tmp_path, 'ExitAtASignal')
   _AwaitFile(tmp_path / 'ready')
   process.send_signal(signal.SIGTERM)
   _, stderr = process.communicate(timeout=_SECONDS)
@@ -186,8 +110,7 @@ def testSignalsReachTheChildAndItsStatusIsReturned(tmp_path):
 
 
 def testASignalDuringTheStartOfWorkersEndsEverything(tmp_path):
-  workers = "os.kill(os.getpid(), signal.SIGTERM); Next('late')"
-  process = _Start(tmp_path, 'return 0', workers=workers)
+  process = _Start(tmp_path, 'Return:0', workers='StopTheSupervisor')
   _, stderr = process.communicate(timeout=_SECONDS)
   assert (process.returncode, stderr) == (143, '')
   assert not [*tmp_path.iterdir()]
@@ -197,13 +120,7 @@ def testWorkersThatDoNotServeYetEndWithTheSupervisor(tmp_path):
   sleeper = tmp_path / 'sleeper'
   sleeper.write_text(f'#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n')
   sleeper.chmod(0o755)
-  workers = """
-    from lingvo_gpipe.distributed import local_workers
-    local_workers._END_SECONDS = 1000.0
-    local_workers._ReadAddress = lambda *_: ((here / 'waits').write_text('yes'), time.sleep(1000))
-    sys.executable = str(here / 'sleeper')
-    local_workers.LocalWorkers(1)"""
-  process = _Start(tmp_path, 'return 0', workers=workers)
+  process = _Start(tmp_path, 'Return:0', workers='StartSlowly')
   worker = int(_AwaitFile(tmp_path / 'pid'))
   _AwaitFile(tmp_path / 'waits')
   process.send_signal(signal.SIGTERM)
@@ -218,12 +135,7 @@ def testWorkersThatDoNotServeYetEndWithTheSupervisor(tmp_path):
 
 
 def testAHangingChildIsNotReplacedAfterASignal(tmp_path):
-  train = """
-  signal.signal(signal.SIGTERM, signal.SIG_IGN)
-  (here / 'ready').write_text('yes')
-  heartbeat.Begin(heartbeat.TRAIN)
-  time.sleep(100)"""
-  process = _Start(tmp_path, train)
+  process = _Start(tmp_path, 'IgnoreSignals')
   _AwaitFile(tmp_path / 'ready')
   process.send_signal(signal.SIGTERM)
   process.communicate(timeout=_SECONDS)
@@ -232,40 +144,32 @@ def testAHangingChildIsNotReplacedAfterASignal(tmp_path):
 
 
 def testAFailedRestartOfWorkersIsRetried(tmp_path):
-  workers = """
-    if Next('starts') == 1:
-      Next('children')
-      raise OSError('worker 0 ended at its start')"""
-  process = _Start(tmp_path, f'return 0 if child == 2 else {_FAIL}', workers=workers)
+  process = _Start(tmp_path, 'FailUntil:2', workers='FailAtTheRestart')
   _, stderr = process.communicate(timeout=_SECONDS)
   assert process.returncode == 0, stderr
   assert 'worker 0 ended at its start; resuming' in stderr
 
 
 def testAFailedFirstStartOfWorkersIsAnError(tmp_path):
-  process = _Start(tmp_path, 'return 0', workers="raise OSError('worker 0 ended at its start')")
+  process = _Start(tmp_path, 'Return:0', workers='FailAtTheStart')
   _, stderr = process.communicate(timeout=_SECONDS)
   assert process.returncode == 1 and 'OSError: worker 0 ended at its start' in stderr
 
 
 def testASignalDuringTheForkIsForwardedOnce(tmp_path):
-  workers = """
-    kill, fork = os.kill, os.fork
-    os.kill = lambda *args: (Next('kills'), kill(*args))
-    os.fork = lambda: (kill(os.getpid(), signal.SIGTERM), fork())[1]"""
-  process = _Start(tmp_path, 'time.sleep(100)', workers=workers)
+  process = _Start(tmp_path, 'Sleep', workers='StopDuringTheFork')
   _, stderr = process.communicate(timeout=_SECONDS)
   assert (process.returncode, stderr) == (143, '')
   assert (tmp_path / 'kills').read_text() == '0'
 
 
 def testOutputBeforeTheForkIsWrittenOnce(tmp_path):
-  process = _Start(tmp_path, 'return 0', workers='print("workers start")')
+  process = _Start(tmp_path, 'Return:0', workers='Print')
   assert process.communicate(timeout=_SECONDS) == ('workers start\n', '')
 
 
 def testASignalEndsThePauseBeforeARestart(tmp_path):
-  process = _Start(tmp_path, _FAIL, workers='supervisor._PAUSE_SECONDS = 100.0')
+  process = _Start(tmp_path, _FAIL, workers='PauseLong')
   _AwaitFile(tmp_path / 'closed')
   process.send_signal(signal.SIGTERM)
   process.communicate(timeout=_SECONDS)
@@ -345,12 +249,9 @@ def testAnEndSignMayBeReadInPieces():
   assert _Signs(5.0, (0.0, b'Tt' + end[:1])).status is None
 
 
-@pytest.mark.parametrize(
-  'workers', ['pass', 'supervisor._EndWithSupervisor = lambda _: time.sleep(100)']
-)
+@pytest.mark.parametrize('workers', ['Nothing', 'OutliveTheSupervisor'])
 def testTheChildEndsWithTheSupervisor(tmp_path, workers):
-  train = "(here / 'pid').write_text(str(os.getpid())); time.sleep(100)"
-  process = _Start(tmp_path, train, workers=workers)
+  process = _Start(tmp_path, 'Sleep', workers=workers)
   pid = int(_AwaitFile(tmp_path / 'pid'))
   process.kill()
   process.communicate(timeout=_SECONDS)

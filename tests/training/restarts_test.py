@@ -10,67 +10,11 @@ import time
 import pytest
 
 from lingvo_gpipe.checkpoint import checkpoint_info, logdir_lock
-from tests import processes, worker_processes
+from tests import naming, processes, worker_processes
 from tests.toys import projects
 
 # The least and the largest number of kills; more than the least only until one has hit a save.
 KILLS = {'Toy': (4, 20), 'Stream': (3, 3)}
-
-_EXPERIMENT = """
-import tensorflow as tf
-
-from lingvo_gpipe import nested_map, registry, stream_input, synthetic
-from tasks import regression
-
-
-class FailingInput(synthetic.SyntheticRegressionInput):
-  def _Examples(self, indices):
-    examples = super()._Examples(indices)
-    targets = tf.numpy_function(self._Check, [indices, examples.targets], tf.float32)
-    examples.targets = tf.ensure_shape(targets, examples.targets.shape)
-    return examples
-
-  def _Check(self, indices, targets):
-    if 13 in indices:
-      raise ValueError('example 13 is bad')
-    return targets
-
-
-class Numbers(stream_input.BaseStreamInput):
-  def _Stream(self, epoch):
-    def Example(i):
-      numbers = tf.random.stateless_uniform([33], tf.stack([epoch, i]))
-      return nested_map.NestedMap(inputs=numbers[:32], targets=numbers[32:])
-
-    return tf.data.Dataset.range(50).map(Example)
-
-  def _FingerprintParts(self):
-    return ['numbers']
-
-
-@registry.RegisterSingleTaskModel
-class Toy(registry.SingleTaskModelParams):
-  def Train(self):
-    return synthetic.SyntheticRegressionInput.Params().Set(batch_size=3, num_examples=50)
-
-  def Task(self):
-    p = regression.Regression.Params().Set(name='toy')
-    p.train.Set(save_interval_steps=1, save_max_to_keep=2, summary_interval_steps=10**6)
-    p.train.ema_decay = 0.9
-    return p
-
-
-@registry.RegisterSingleTaskModel
-class Stream(Toy):
-  def Train(self):
-    return Numbers.Params().Set(batch_size=3, shuffle_buffer_size=20)
-
-
-@registry.RegisterSingleTaskModel
-class Failing(Toy):
-  def Train(self):
-    return FailingInput.Params().Set(batch_size=3, num_examples=50, shuffle=False)
-"""
 
 
 def _Args(model, logdir, max_steps, more=''):
@@ -79,7 +23,7 @@ def _Args(model, logdir, max_steps, more=''):
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
-  return projects.Write(tmp_path_factory.mktemp('project'), _EXPERIMENT)
+  return projects.Write(tmp_path_factory.mktemp('project'), projects.Experiments('restarted'))
 
 
 def _Commits(directory):
@@ -112,7 +56,9 @@ def _RunAndKill(forks, project, model, logdir, rng, *, at_start):
       # It saves all the time, so most kills hit a save.
       _AwaitNewCommit(directory, before)
       time.sleep(rng.uniform(0.0, 0.05))
-      with pytest.raises(logdir_lock.InUseError, match=f'process {pid} '):
+      with pytest.raises(
+        logdir_lock.InUseError, match=naming.Naming(f'process {pid}', f"'{directory}'")
+      ):
         logdir_lock.HoldLock(str(directory)).__enter__()
   finally:
     os.kill(pid, signal.SIGKILL)
@@ -149,40 +95,10 @@ def testARunKilledRepeatedlyEqualsAnUndisturbedOne(project, forks, tmp_path, mod
   assert 'toy.w/ema' in killed  # Averages have one as well.
 
 
-# The trainer with a short lease. If a file `stop` exists it stops between two of its saves and
-# beats, and removes the file.
-_WITH_LEASE = """
-import os, pathlib, signal
-from lingvo_gpipe import trainer
-from lingvo_gpipe.checkpoint import background_saver, logdir_lock
-
-logdir_lock.BEAT_SECONDS, logdir_lock.LIFETIME_SECONDS, logdir_lock.SETTLE_SECONDS = 0.1, 3.0, 0.1
-save = background_saver.BackgroundSaver.Save
-
-def Save(self, *args, **options):
-  saved = save(self, *args, **options)
-  if os.path.exists('stop'):
-    with self._lock._mutex:
-      os.remove('stop')
-      os.kill(os.getpid(), signal.SIGSTOP)
-  return saved
-
-background_saver.BackgroundSaver.Save = Save
-end = os._exit
-
-def End(status):
-  pathlib.Path(f'{os.getpid()}.status').write_text(str(status))
-  end(status)
-
-os._exit = End
-trainer.Run()
-"""
-
-
 def testOneLeaseAmongProcesses(project, forks, tmp_path):
   """On a path with a scheme a second trainer is refused, and one whose lease has expired exits."""
-  driver, stop, directory = project / 'with_lease.py', project / 'stop', tmp_path / 'train'
-  driver.write_text(_WITH_LEASE)
+  driver = processes.Program('train_with_lease')
+  stop, directory = project / 'stop', tmp_path / 'train'
 
   def Args(max_steps):
     return _Args('Toy', f'file://{tmp_path}', max_steps, 'task.train.save_async:False')
@@ -191,15 +107,15 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
     _AwaitNewCommit(directory, _Commits(directory)[-1:])
 
   def Start():
-    return forks.Start(str(driver), *Args(10**6), cwd=project, is_waited_for=False)
+    return forks.Start(driver, *Args(10**6), cwd=project, is_waited_for=False)
 
   first = Start()
   stderr = forks._outputs['stderr']
   AwaitNewCommit()
-  refused = forks.Run(str(driver), *Args(10**6), cwd=project)
+  refused = forks.Run(driver, *Args(10**6), cwd=project)
   assert refused.returncode == 2
   (line,) = processes.Messages(refused.stderr)
-  assert f"'file://{directory}' is in use by another trainer (process {first} " in line
+  assert naming.Names(line, f"'file://{directory}'", f'process {first}')
   AwaitNewCommit()
 
   stop.touch()
@@ -210,12 +126,12 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
   worker_processes.AwaitEnd([first])
   assert (project / f'{first}.status').read_text() == '2'
   last = processes.Messages(stderr.read_text())[-1]
-  assert f"lost its directory 'file://{directory}': process {second} " in last
+  assert naming.Names(last, f"'file://{directory}'", f'process {second}')
   # The other trainer continues, its checkpoints are complete, and its end blocks no other.
   AwaitNewCommit()
   os.kill(second, signal.SIGKILL)
   step = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
-  third = processes.Succeeded(forks.Run(str(driver), *Args(step + 5), cwd=project))
+  third = processes.Succeeded(forks.Run(driver, *Args(step + 5), cwd=project))
   assert f'resuming from step {step} ' in third.stdout and processes.Messages(third.stderr) == []
 
 
@@ -223,14 +139,11 @@ def testAnErrorInTheInputIsReportedAndKeepsTheLastCheckpoint(project, forks, tmp
   done = forks.Run('trainer', *_Args('Failing', tmp_path, 100), cwd=project)
   assert done.returncode == 1
   cause, _, *more, trace = processes.Messages(done.stderr)[1:]
-  assert ' FailingInput made the batch that begins at example 12 ' in cause
+  assert naming.Names(cause, 'FailingInput', 'example 12')
   assert cause.endswith(': ValueError: example 13 is bad')
-  assert more == [
-    'what to try: fix the data or the input; the next run retries this batch. To inspect it '
-    'without training, Dataset(start=12) of Params.Instantiate() begins with it, with the Params '
-    'of this input',
-    'training ended after step 4; the next call resumes from the checkpoint of step 4',
-  ]
+  hint, ended = more
+  assert hint.startswith('what to try: ') and naming.Names(hint, 'Dataset(start=12)')
+  assert naming.Names(ended, 'after step 4', 'checkpoint of step 4')
   assert trace == f'stack trace: {tmp_path}/error-trainer.txt'
   assert processes.Steps(tmp_path)[-1] == 4
   assert processes.Tensors(tmp_path, 4)['global_step'] == 4
