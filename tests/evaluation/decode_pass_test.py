@@ -14,55 +14,24 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import files, nested_map
+from lingvo_gpipe.core import files
 from lingvo_gpipe.distributed import stop_request
 from lingvo_gpipe.evaluation import decode_pass
 from lingvo_gpipe.experiment import task
-from lingvo_gpipe.input import base_input_generator
 from lingvo_gpipe.runners import eval_runner
-from tests import processes
-
-
-class _Numbers(base_input_generator.BaseInputGenerator):
-  """The numbers 0 ... 4."""
-
-  def NumExamples(self):
-    return 5
-
-  def _Examples(self, indices):
-    return nested_map.NestedMap(number=indices)
-
-
-class _Shuffled(_Numbers):
-  """The numbers in another order, with their positions."""
-
-  def _Examples(self, indices):
-    numbers = tf.gather(tf.constant([3, 0, 4, 1, 2], tf.int64), indices)
-    return nested_map.NestedMap(number=numbers, example_index=numbers)
-
-
-class _Weighted(_Numbers):
-  """The numbers, the second with weight 0."""
-
-  def _Examples(self, indices):
-    return nested_map.NestedMap(number=indices, example_weights=tf.cast(indices != 1, tf.float32))
-
-
-class _Task(task.BaseTask):
-  """Decodes numbers by a given function."""
-
-  decode, finalize = None, None
-
-  def Decode(self, input_batch, input_generator):
-    assert isinstance(input_generator, _Numbers)
-    return self.decode(input_batch.number.numpy())
-
-  def DecodeFinalize(self, decoded):
-    return self.finalize(decoded) if self.finalize else {}
+from tests import naming, processes
+from tests.toys import number_decoding
 
 
 def _Decoding(
-  logdir, decode, finalize=None, limit=0, stop=None, source=_Numbers, batch_size=2, cls=_Task
+  logdir,
+  decode,
+  finalize=None,
+  limit=0,
+  stop=None,
+  source=number_decoding.Numbers,
+  batch_size=2,
+  cls=number_decoding.Decoder,
 ):
   instance = cls.Params().Set(name='t', **{'eval.decoder_samples_per_summary': limit}).Instantiate()
   instance.decode, instance.finalize = decode, finalize
@@ -112,31 +81,32 @@ def testEveryExampleIsDecodedOnceInOrderWithoutPadding(tmp_path, capsys, limit, 
 
 
 def testResultsAreInDataOrderIfBatchesAreNot(tmp_path):
-  _Decoding(tmp_path, _Texts, source=_Shuffled).Run(7)
+  _Decoding(tmp_path, _Texts, source=number_decoding.Shuffled).Run(7)
   assert [line['reference'] for line in _Lines(tmp_path)] == list('01234')
-  _Decoding(tmp_path, _Texts, source=_Shuffled, limit=3).Run(7)
+  _Decoding(tmp_path, _Texts, source=number_decoding.Shuffled, limit=3).Run(7)
   assert [line['reference'] for line in _Lines(tmp_path)] == list('034')
 
 
-class _NumberedTask(_Task):
-  """Decodes the position in the data set, which equals the number."""
-
-  def Decode(self, input_batch, input_generator):
-    return {'got': input_batch.example_index.numpy(), 'number': input_batch.number.numpy()}
-
-
-@pytest.mark.parametrize('source', [_Numbers, _Shuffled])
+@pytest.mark.parametrize('source', [number_decoding.Numbers, number_decoding.Shuffled])
 @pytest.mark.parametrize('batch_size', [1, 2, 8])
 def testATaskGetsThePositionOfEachExample(tmp_path, source, batch_size):
   """Random draws then neither repeat from batch to batch nor depend on the batch size."""
-  decoder = _Decoding(tmp_path, None, source=source, batch_size=batch_size, cls=_NumberedTask)
+  decoder = _Decoding(
+    tmp_path, None, source=source, batch_size=batch_size, cls=number_decoding.PositionDecoder
+  )
   decoder.Run(7)
   assert _Lines(tmp_path) == [{'got': n, 'number': n} for n in range(5)]
 
 
 @pytest.mark.parametrize('batch_size', [2, 3])
 def testAnExampleOfWeightZeroIsLeftOutAndKeepsPositions(tmp_path, batch_size):
-  decoder = _Decoding(tmp_path, None, source=_Weighted, batch_size=batch_size, cls=_NumberedTask)
+  decoder = _Decoding(
+    tmp_path,
+    None,
+    source=number_decoding.Weighted,
+    batch_size=batch_size,
+    cls=number_decoding.PositionDecoder,
+  )
   decoder.Run(7)
   assert _Lines(tmp_path) == [{'got': n, 'number': n} for n in (0, 2, 3, 4)]
 
@@ -187,24 +157,24 @@ def testHypothesesSurviveAnErrorInTheScores(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'decode, message',
+  'decode, names',
   [
-    (lambda numbers: {'a': ['x']}, '2 rows .*got 1 entries as .a.'),
-    (lambda numbers: {'a': 'xy'}, 'got a text as .a.'),
-    (lambda numbers: {f'a{numbers[0]}': numbers}, r"returned \['a0'\] for one batch and \['a2'\]"),
+    (lambda numbers: {'a': ['x']}, ('2 rows', '1 entries', "'a'")),
+    (lambda numbers: {'a': 'xy'}, ('2 rows', 'text', "'a'")),
+    (lambda numbers: {f'a{numbers[0]}': numbers}, ("['a0']", "['a2']")),
   ],
 )
-def testAWrongNumberOfEntriesIsAnError(tmp_path, decode, message):
-  with pytest.raises(ValueError, match=message):
+def testAWrongNumberOfEntriesIsAnError(tmp_path, decode, names):
+  with pytest.raises(ValueError, match=naming.Naming('Decoder.Decode', *names)):
     _Decoding(tmp_path, decode).Run(7)
 
 
 def testATaskThatDoesNotDecode(tmp_path):
   instance = task.BaseTask.Params().Set(name='t').Instantiate()
-  with pytest.raises(ValueError, match='BaseTask cannot decode'):
+  with pytest.raises(ValueError, match=naming.Naming('BaseTask', 'Decode')):
     decode_pass.Decoding(
       types.SimpleNamespace(task=instance, ExpectBatches=lambda batch_specs: None),
-      _Numbers.Params().Set(batch_size=2),
+      number_decoding.Numbers.Params().Set(batch_size=2),
       'Dev',
       str(tmp_path),
       stop_request.StopRequest(),
@@ -219,7 +189,7 @@ def testFilesAreWrittenCompletelyOrNotAtAll(tmp_path, monkeypatch):
     raise tf.errors.ResourceExhaustedError(None, None, 'disk full')
 
   monkeypatch.setattr(tf.io.gfile, 'rename', Rename)
-  with pytest.raises(OSError, match="Cannot write '.*x.txt': disk full"):
+  with pytest.raises(OSError, match=naming.Naming(f"'{tmp_path}/x.txt'", 'disk full')):
     files.WriteWhole(path, 'new')
   assert os.listdir(tmp_path) == ['x.txt'] and (tmp_path / 'x.txt').read_text() == 'old'
 

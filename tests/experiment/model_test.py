@@ -6,37 +6,31 @@ import sys
 import pytest
 import tensorflow as tf
 
-from lingvo_gpipe.core import weight_params
-from lingvo_gpipe.experiment import model, task
+from lingvo_gpipe.experiment import model
 from lingvo_gpipe.input import synthetic
 from lingvo_gpipe.layers import linear
 from tests import naming
-
-
-class _Task(task.BaseTask):
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([1000, 1000, 1000, 1000]))
+from tests.toys import tasks
 
 
 def testCreatesTaskAndInput():
   data = synthetic.SyntheticLmInput.Params().Set(batch_size=2)
-  instance = model.SingleTaskModel.Params().Set(task=_Task.Params(), input=data).Instantiate()
-  assert isinstance(instance.task, _Task)
+  instance = model.SingleTaskModel.Params().Set(task=tasks.Huge.Params(), input=data).Instantiate()
+  assert isinstance(instance.task, tasks.Huge)
   assert isinstance(instance.input, synthetic.SyntheticLmInput)
   # The weights would take 4 TB, so none were allocated.
   assert instance.task.NumParams() == 10**12
 
 
 def testTheTaskNameIsTheRootOfEveryPath():
-  p = model.SingleTaskModel.Params().Set(task=_Task.Params())
+  p = model.SingleTaskModel.Params().Set(task=tasks.Huge.Params())
   assert list(p.Instantiate().task.WeightSpecs()) == ['task.w']
   p.task.name = 'lm'
   assert list(p.Instantiate().task.WeightSpecs()) == ['lm.w']
 
 
 def testParamsAreCopied():
-  p = model.SingleTaskModel.Params().Set(task=_Task.Params())
+  p = model.SingleTaskModel.Params().Set(task=tasks.Huge.Params())
   instance = p.Instantiate()
   p.task.train.max_steps = 7
   assert instance.params.task.train.max_steps == instance.task.params.train.max_steps != 7
@@ -44,11 +38,11 @@ def testParamsAreCopied():
 
 
 def testTheInputIsOptional():
-  assert model.SingleTaskModel.Params().Set(task=_Task.Params()).Instantiate().input is None
+  assert model.SingleTaskModel.Params().Set(task=tasks.Huge.Params()).Instantiate().input is None
 
 
 def testATaskIsRequired():
-  with pytest.raises(ValueError, match='a model needs a task'):
+  with pytest.raises(ValueError, match=naming.Naming('SingleTaskModel.Params().Set(task=...)')):
     model.SingleTaskModel.Params().Instantiate()
 
 
@@ -60,10 +54,10 @@ def testTaskParamsMustDescribeATask():
 
 def testParamsTextRoundTrip():
   data = synthetic.SyntheticLmInput.Params()
-  p = model.SingleTaskModel.Params().Set(task=_Task.Params(), input=data.Copy())
+  p = model.SingleTaskModel.Params().Set(task=tasks.Huge.Params(), input=data.Copy())
   p.FromText('task.train.max_steps:7; input.batch_size:3; task.dtype:bfloat16')
   assert p.task.dtype == tf.bfloat16
-  fresh = model.SingleTaskModel.Params().Set(task=_Task.Params(), input=data.Copy())
+  fresh = model.SingleTaskModel.Params().Set(task=tasks.Huge.Params(), input=data.Copy())
   assert fresh.FromText(p.ToText()) == p
 
 

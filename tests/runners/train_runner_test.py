@@ -13,16 +13,16 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
-from lingvo_gpipe.core import heartbeat, nested_map, weight_params
-from lingvo_gpipe.experiment import task
+from lingvo_gpipe.core import heartbeat, nested_map
 from lingvo_gpipe.input import synthetic
-from lingvo_gpipe.layers import dropout, linear
+from lingvo_gpipe.layers import linear
 from lingvo_gpipe.learning import learner, lr_schedules, optimizer
-from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.runners import eval_runner, task_cut, train_runner
+from tests import naming
 from tests.naming import Naming
+from tests.toys import measured
 
-_DIM, _BATCH = 6, 8
+_DIM, _BATCH = measured.DIM, 8
 
 
 def _Devices():
@@ -36,87 +36,14 @@ def _Input(**settings):
   return p.Instantiate()
 
 
-def _Mse(predictions, batch):
-  """Returns metrics of a regression, weighted by example; the mean over no example is 0."""
-  errors = tf.reduce_mean(tf.square(predictions - batch.targets), axis=-1)
-  weights = batch.example_weights
-  total = tf.reduce_sum(weights)
-  loss = tf.math.divide_no_nan(tf.reduce_sum(errors * weights), total)
-  close = tf.cast(errors < 0.5, tf.float32)
-  share = tf.math.divide_no_nan(tf.reduce_sum(close * weights), total)
-  # A metric with another weight: it counts values, not examples.
-  mean = tf.math.divide_no_nan(tf.reduce_sum(predictions * weights[:, tf.newaxis]), 2 * total)
-  return {'loss': (loss, total), 'close': (share, total), 'mean': (mean, 2 * total)}, {'e': errors}
-
-
-class _Linear(task.BaseTask):
-  """A task without a pipeline, with two variables, one of which only the loss uses."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([_DIM, 2]))
-    self.CreateVariable(
-      'b', weight_params.WeightParams([2], weight_params.WeightInit.Constant(0.0))
-    )
-    self.CreateVariable(
-      'scale', weight_params.WeightParams([], weight_params.WeightInit.Constant(1.0))
-    )
-    self.CreateVariable(
-      'fixed', weight_params.WeightParams([], weight_params.WeightInit.Constant(2.0)), False
-    )
-
-  def ComputePredictions(self, theta, input_batch):
-    return nested_map.NestedMap(y=tf.matmul(input_batch.inputs, theta.w) + theta.b)
-
-  def ComputeLoss(self, theta, predictions, input_batch):
-    return _Mse(predictions.y * theta.scale * theta.fixed, input_batch)
-
-
-class _Pipelined(task.BaseTask):
-  """Four layers with dropout between, pipelined."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('keep_prob', 0.9, 'Of dropout.')
-    p.Define('stack', pipelining_layer.PipeliningLayer.Params().Set(xla=False), 'The pipeline.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    p = self.params
-    sub = []
-    for output_dim, activation in ((10, 'TANH'), (10, 'RELU'), (6, 'TANH'), (2, 'NONE')):
-      input_dim = sub[-2].output_dim if sub else _DIM
-      sub.append(
-        linear.ProjectionLayer.Params().Set(
-          input_dim=input_dim, output_dim=output_dim, has_bias=True, activation=activation
-        )
-      )
-      sub.append(dropout.DropoutLayer.Params().Set(keep_prob=p.keep_prob))
-    self.CreateChild('stack', p.stack.Copy().Set(sub=sub[:-1]))
-
-  def PipelineInputs(self, input_batch):
-    return (input_batch.inputs,)
-
-  def LossInputs(self, input_batch):
-    return nested_map.NestedMap(
-      targets=input_batch.targets, example_weights=input_batch.example_weights
-    )
-
-  def ComputeLoss(self, theta, predictions, input_batch):
-    assert not theta
-    return _Mse(predictions, input_batch)
-
-
 def _LinearParams(rate=0.1):
-  p = _Linear.Params().Set(name='linear')
+  p = measured.Linear.Params().Set(name='linear')
   p.train.learner.Set(learning_rate=rate, optimizer=optimizer.SGD.Params())
   return p
 
 
 def _PipelinedParams(num_stages=2, num_micro_batches=2, **settings):
-  p = _Pipelined.Params().Set(name='net', random_seed=3, **settings)
+  p = measured.Pipelined.Params().Set(name='net', random_seed=3, **settings)
   p.stack.Set(num_stages=num_stages, num_micro_batches=num_micro_batches)
   p.train.learner.Set(
     learning_rate=0.02,
@@ -227,17 +154,17 @@ def testAnEvalRunnerMakesNoTrainingState():
 
 
 def testATaskThatHasNoLoss():
-  class NoLoss(_Linear):
+  class NoLoss(measured.Linear):
     def ComputeLoss(self, theta, predictions, input_batch):
       return {'error': (tf.constant(0.0), tf.constant(1.0))}, {}
 
   run = _Runner(NoLoss.Params().Set(name='linear'))
-  with pytest.raises(ValueError, match="metric 'loss', got \\['error'\\]"):
+  with pytest.raises(ValueError, match=naming.Naming("'loss'", "['error']")):
     run.TrainStep(next(iter(_Input().Dataset())))
 
 
 def testCheckBatchRunsBeforeEachStep():
-  class Picky(_Linear):
+  class Picky(measured.Linear):
     def CheckBatch(self, input_batch):
       if float(tf.reduce_max(input_batch.inputs)) > 100:
         raise ValueError('inputs must be at most 100')
@@ -313,12 +240,12 @@ def testCutTaskAllocatesNothing():
   cut = task_cut.CutTask(p, _Input().BatchSpec())
   assert len(cut.stages) == 4
   assert sum(s.num_params for s in cut.stages) == p.NumParams()
-  with pytest.raises(ValueError, match='no variables yet'):
+  with pytest.raises(ValueError, match=naming.Naming('net', 'InstantiateVariables()')):
     _ = p.vars
 
 
 def testLossWeightMustAgree():
-  class Wrong(_Pipelined):
+  class Wrong(measured.Pipelined):
     def LossWeight(self, input_batch):
       return tf.constant(5.0)
 
@@ -334,7 +261,7 @@ def testLossWeightMustAgree():
 def testLossWeightMustAgreeInEachStep():
   """Only the first step compared them."""
 
-  class OfFull(_Pipelined):
+  class OfFull(measured.Pipelined):
     def LossWeight(self, input_batch):
       return tf.constant(4.0)
 
@@ -383,12 +310,12 @@ def testABatchOfPaddingChangesNothing():
 def testWeightsOutsideThePipelineAreAnError():
   """They would be counted and saved, but never trained."""
 
-  class Outside(_Pipelined):
+  class Outside(measured.Pipelined):
     def __init__(self, params):
       super().__init__(params)
       self.CreateChild('extra', linear.LinearLayer.Params().Set(input_dim=2, output_dim=2))
 
-  with pytest.raises(ValueError, match=r'outside the pipeline.*net\.extra\.w'):
+  with pytest.raises(ValueError, match=naming.Naming('Outside', 'net.extra.w')):
     _Runner(Outside.Params().Set(name='net'))
   # They are allowed if they are not trained, or if nothing is.
   p = Outside.Params().Set(name='net')
@@ -420,7 +347,7 @@ def testAPatternWithoutAMatchIsAnError(name, p):
   ],
 )
 def testAMetricCannotHaveTheNameOfAStatistic(name, num_accumulated):
-  class Named(_Linear):
+  class Named(measured.Linear):
     def ComputeLoss(self, theta, predictions, input_batch):
       metrics, per_example = super().ComputeLoss(theta, predictions, input_batch)
       return {**metrics, name: metrics['close']}, per_example
@@ -457,7 +384,7 @@ def testEvaluateIsTheMeanOverAllExamples(p):
     x = batch.inputs
     for layer in run.task.pipeline.layers:
       x = layer(x)
-    expected, _ = _Mse(x, batch)
+    expected, _ = measured.Metrics(x, batch)
   assert result.keys() == expected.keys()
   for name, (value, weight) in expected.items():
     assert result[name][0] == pytest.approx(float(value), rel=1e-5), name
@@ -517,7 +444,7 @@ def testABatchIsReadAheadAndItsErrorIsRaisedInItsTurn(monkeypatch):
       third.set()
       raise ValueError('of the third')
 
-  monkeypatch.setattr(_Pipelined, 'CheckBatch', Check)
+  monkeypatch.setattr(measured.Pipelined, 'CheckBatch', Check)
   run = _Runner(_PipelinedParams(), eval_runner.EvalRunner)
   read = run.placement.Pass(_Input(), 0)()
   next(read)

@@ -5,18 +5,18 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe.core import hyperparams, nested_map
-from lingvo_gpipe.experiment import multi_task_model, task
+from lingvo_gpipe.experiment import multi_task_model
 from lingvo_gpipe.input import synthetic
 from lingvo_gpipe.layers import linear
 from lingvo_gpipe.learning import optimizer
-from lingvo_gpipe.pipeline import pipelining_layer
+from tests.toys import tasks
 
 DIM = 4
 # Shares the first two layers of all tasks.
 SHARE = [[r'\w+\.stack\.layers\[([01])\]\.(.*)', r'shared.\1.\2']]
 
 
-class PipelinedRegression(task.BaseTask):
+class PipelinedRegression(tasks.Stacked):
   """Projection layers in a pipeline; the last layer is never shared."""
 
   @classmethod
@@ -24,11 +24,9 @@ class PipelinedRegression(task.BaseTask):
     p = super().Params()
     p.Define('num_targets', 2, 'Number of outputs.')
     p.Define('num_layers', 3, 'Number of projection layers.')
-    p.Define('stack', pipelining_layer.PipeliningLayer.Params().Set(xla=False), 'The pipeline.')
     return p
 
-  def __init__(self, params):
-    super().__init__(params)
+  def _Stack(self):
     p = self.params
     sub = [
       linear.ProjectionLayer.Params().Set(
@@ -37,16 +35,7 @@ class PipelinedRegression(task.BaseTask):
       for _ in range(p.num_layers)
     ]
     sub[-1].Set(output_dim=p.num_targets, activation='NONE')
-    self.CreateChild('stack', p.stack.Copy().Set(sub=sub))
-
-  def PipelineInputs(self, input_batch):
-    return (input_batch.inputs,)
-
-  def ComputeLoss(self, theta, predictions, input_batch):
-    weights = input_batch.example_weights
-    errors = tf.reduce_mean(tf.square(predictions - input_batch.targets), axis=1)
-    total = tf.reduce_sum(weights)
-    return {'loss': (tf.math.divide_no_nan(tf.reduce_sum(errors * weights), total), total)}, {}
+    return p.stack.Copy().Set(sub=sub)
 
 
 def Task(num_targets=2, **learner):

@@ -8,69 +8,23 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
-from lingvo_gpipe.core import base_layer, nested_map
 from lingvo_gpipe.distributed import cluster, stop_request
-from lingvo_gpipe.experiment import model, task
+from lingvo_gpipe.experiment import model
 from lingvo_gpipe.input.text import parallel_text
-from lingvo_gpipe.layers import dropout, embedding
 from lingvo_gpipe.learning import optimizer
-from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.runners import train_runner
 from lingvo_gpipe.training import inspection, train_program
-from tests import processes
+from tests import naming, processes
+from tests.toys import next_token
 
 _BOUNDS, _LIMITS = [5, 7], [5, 2]
-_VOCAB, _DIM = 12, 4
-
-
-class _MeanSoFar(base_layer.BaseLayer):
-  """Replaces each position by the mean of the positions up to it, without padding."""
-
-  def FProp(self, theta, inputs, paddings):
-    counted = 1 - tf.cast(paddings[:, :, tf.newaxis], inputs.dtype)
-    sums = tf.cumsum(inputs * counted, axis=1)
-    return tf.math.divide_no_nan(sums, tf.cumsum(counted, axis=1))
-
-
-class _Net(task.BaseTask):
-  """Predicts each target token from the mean of the tokens before it."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('keep_prob', 1.0, 'Of dropout.')
-    p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'The pipeline.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    p = self.params
-    sub = [
-      embedding.EmbeddingLayer.Params().Set(vocab_size=_VOCAB, embedding_dim=_DIM),
-      _MeanSoFar.Params(),
-      dropout.DropoutLayer.Params().Set(keep_prob=p.keep_prob),
-      embedding.SimpleFullSoftmax.Params().Set(input_dim=_DIM, num_classes=_VOCAB),
-    ]
-    self.CreateChild('stack', p.stack.Copy().Set(sub=sub))
-
-  def PipelineInputs(self, input_batch):
-    return (input_batch.tgt_ids, input_batch.tgt_paddings)
-
-  def LossInputs(self, input_batch):
-    return nested_map.NestedMap(labels=input_batch.tgt_labels, weights=input_batch.tgt_weights)
-
-  def LossWeight(self, input_batch):
-    return tf.reduce_sum(input_batch.weights)
-
-  def ComputeLoss(self, theta, predictions, input_batch):
-    xent = embedding.XentLossFromLogits(predictions, input_batch.labels)
-    weights = tf.cast(input_batch.weights, xent.dtype)
-    total = tf.reduce_sum(weights)
-    return {'loss': (tf.math.divide_no_nan(tf.reduce_sum(xent * weights), total), total)}, {}
+_VOCAB = next_token.VOCABULARY
 
 
 def _Params(num_accumulated=1, keep_prob=1.0, xla=False, max_steps=6, save_interval_steps=0):
-  p = _Net.Params().Set(name='net', random_seed=5, keep_prob=keep_prob, dtype=tf.float64)
+  p = next_token.NextToken.Params().Set(
+    name='net', random_seed=5, keep_prob=keep_prob, dtype=tf.float64
+  )
   p.stack.Set(num_stages=2, num_micro_batches=3, xla=xla, splits=[2, 4])
   p.train.Set(max_steps=max_steps, save_interval_steps=save_interval_steps)
   p.train.save_interval_seconds = 0.0
@@ -195,7 +149,7 @@ def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
   rows = [len(b.example_weights) for b in _Params().input.Instantiate().Dataset().take(10)]
   assert set(rows) == set(_LIMITS)
   out = capsys.readouterr().out
-  assert 'each of 2 shapes compiles the stages' in out
+  assert naming.Names(out, '2 shapes')
   assert f'resuming from step 2 ({sum(rows[:4])} examples consumed)' in out
   assert [r.getMessage() for r in caplog.records if 'shape number' in r.getMessage()] == []
   store = checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))

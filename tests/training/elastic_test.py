@@ -7,29 +7,15 @@ import pytest
 
 from lingvo_gpipe.distributed import cluster_spec, worker_connection
 from lingvo_gpipe.experiment import model
-from lingvo_gpipe.layers import linear
-from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.pipeline.schedule import schedules
 from lingvo_gpipe.training import elastic
-from tests.toys import training
-
-
-class _Stack(training.Regression):
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    sub = [linear.LinearLayer.Params().Set(input_dim=4, output_dim=4) for _ in range(8)]
-    p.Define('stack', pipelining_layer.PipeliningLayer.Params().Set(sub=sub), 'Layers.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateChild('stack', self.params.stack)
+from tests import naming
+from tests.toys import tasks, training
 
 
 def _Params(**stack):
-  p = model.SingleTaskModel.Params().Set(task=_Stack.Params().Set(name='toy'))
-  p.task.stack.Set(**{'num_stages': 4, 'num_micro_batches': 3, **stack})
+  p = model.SingleTaskModel.Params().Set(task=tasks.Stacked.Params().Set(name='toy'))
+  p.task.stack = tasks.Stack(8, **{'num_stages': 4, 'num_micro_batches': 3, **stack})
   return p
 
 
@@ -70,20 +56,20 @@ def testADeviceKeepsItsNumberOfStages():
 
 
 @pytest.mark.parametrize(
-  'stack, num_devices, message',
+  'stack, num_devices, names',
   [
-    ({}, 0, 'no device'),
-    ({'splits': [2, 4, 6, 8]}, 3, 'splits are set by hand'),
-    ({'memory_limit': 10**9}, 3, 'memory_limit is set'),
-    ({'schedule': schedules.Get('gpipe', 4, 3)}, 3, 'num_stages 4, .*num_stages 3 '),
+    ({}, 0, ('no device', 'platform')),
+    ({'splits': [2, 4, 6, 8]}, 3, ('splits', 'devices')),
+    ({'memory_limit': 10**9}, 3, ('memory_limit', 'devices')),
+    ({'schedule': schedules.Get('gpipe', 4, 3)}, 3, ("'gpipe'", 'num_stages 4', 'num_stages 3')),
     (
       {'num_stages': 8, 'stages_per_device': 2, 'schedule': 'interleaved_1f1b',
-       'num_micro_batches': 4}, 3, 'needs a multiple of 3 micro-batches',
+       'num_micro_batches': 4}, 3, ("'interleaved_1f1b'", 'multiple of 3', 4),
     ),
   ],
 )  # fmt: skip
-def testAModelWithAFixedCutIsRefused(stack, num_devices, message):
-  with pytest.raises(ValueError, match=message):
+def testAModelWithAFixedCutIsRefused(stack, num_devices, names):
+  with pytest.raises(ValueError, match=naming.Naming(*names)):
     elastic.Shrink(_Params(**stack), 1, num_devices)
 
 
@@ -93,7 +79,7 @@ def testSplitsByHandStayInFewerReplicas():
 
 
 def testATaskWithoutAStackIsRefused():
-  with pytest.raises(ValueError, match='without a stack'):
+  with pytest.raises(ValueError, match=naming.Naming('several tasks', 'stack')):
     elastic.Shrink(training.Params(), 2, 1)
 
 
@@ -140,7 +126,9 @@ def testAWorkerThatDisappearsDoesNotCount(monkeypatch):
 
 
 def testFewerWorkersThanTheMinimumAreNotEnough(monkeypatch):
-  with pytest.raises(TimeoutError, match='2 of 3 workers .*within 1 s'):
+  with pytest.raises(
+    TimeoutError, match=naming.Naming('2 of 3 workers', '1 s', 'worker 1', 'worker 2')
+  ):
     _Await(monkeypatch, [[1] * 9, [0] * 9, [0] * 9], 2)
 
 
@@ -148,7 +136,7 @@ def testKeepsWaitingIfTheModelHasAFixedCut(monkeypatch, caplog):
   answers, params, _ = _Await(monkeypatch, [[1] * 9, [0, 0, 0, 1]], 1, splits=[4, 8])
   assert len(answers) == params.task.stack.num_stages == 2
   (message,) = [r.getMessage() for r in caplog.records]
-  assert message.startswith('1 of 2 workers answer; waiting for the others: splits are set by hand')
+  assert naming.Names(message, '1 of 2 workers', 'splits')
 
 
 if __name__ == '__main__':

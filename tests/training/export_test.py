@@ -11,16 +11,16 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
-from lingvo_gpipe.core import base_layer, hyperparams, nested_map, params_text, weight_params
-from lingvo_gpipe.experiment import model, task
+from lingvo_gpipe.core import hyperparams, nested_map, params_text
+from lingvo_gpipe.experiment import model
 from lingvo_gpipe.layers import embedding, linear
-from lingvo_gpipe.pipeline import pipelining_layer
 from lingvo_gpipe.runners import eval_runner
 from lingvo_gpipe.training import export
 from tasks.image import lenet
 from tasks.lm import model as lm_model
 from tasks.mt import model as mt_model
-from tests import processes
+from tests import naming, processes
+from tests.toys import tasks
 
 STEP = 17
 BATCH, TIME, VOCAB = 4, 5, 11
@@ -125,33 +125,6 @@ def _Expected(placed, batch):
   }
 
 
-# Runs all calls without this project, and prints the devices and operations of each graph.
-_PLAIN = """
-import gc, json, sys
-# TensorFlow is imported in half of the time without these two.
-gc.disable()
-sys.modules['matplotlib'] = None
-sys.modules['lingvo_gpipe'] = None
-try:
-  import lingvo_gpipe
-except ImportError:
-  print('none')
-import numpy as np
-import tensorflow as tf
-tf.config.set_soft_device_placement(False)
-for directory, calls in json.load(open('calls.json')):
-  loaded = tf.saved_model.load(directory)
-  for file, signature in calls:
-    function = loaded.signatures[signature]
-    inputs = {name: tf.constant(x) for name, x in np.load(file + '.npz').items()}
-    np.savez(file + '.out.npz', **{name: x.numpy() for name, x in function(**inputs).items()})
-    graph = function.graph.as_graph_def()
-    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-    assert len(nodes) > 10
-    print(json.dumps([sorted({n.device for n in nodes}), sorted({n.op for n in nodes})]))
-"""
-
-
 def testPlainTensorFlowComputesTheSameOutputs(tmp_path):
   devices = [d.name for d in tf.config.list_logical_devices('CPU')]
   rng = np.random.default_rng(0)
@@ -186,8 +159,8 @@ def testPlainTensorFlowComputesTheSameOutputs(tmp_path):
     calls.append((done.directory, files))
   (tmp_path / 'calls.json').write_text(json.dumps(calls))
   plain = subprocess.run(
-    [sys.executable, '-I', '-c', _PLAIN], cwd=tmp_path, capture_output=True, text=True,
-    timeout=processes.TIMEOUT, check=False,
+    [sys.executable, '-I', processes.Program('run_exports')], cwd=tmp_path,
+    capture_output=True, text=True, timeout=processes.TIMEOUT, check=False,
   )  # fmt: skip
   assert plain.returncode == 0, plain.stderr
   first, *graphs = plain.stdout.splitlines()
@@ -216,44 +189,6 @@ def testPlainTensorFlowComputesTheSameOutputs(tmp_path):
 # ---- other tasks, and what cannot be exported ----------------------------------------------------
 
 
-class _NeedsTheSize(base_layer.BaseLayer):
-  """Multiplies by the size of the batch, which must be static."""
-
-  def FProp(self, theta, x):
-    if x.shape[0] is None:
-      raise ValueError('no size')
-    return x * x.shape[0]
-
-
-class _Regression(task.BaseTask):
-  """The task of docs/own_experiment.md, with nothing for an export."""
-
-  @classmethod
-  def Params(cls):
-    p = super().Params()
-    p.Define('stack', pipelining_layer.PipeliningLayer.Params(), 'The layers.')
-    return p
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateChild('stack', self.params.stack)
-
-  def PipelineInputs(self, batch):
-    return (batch.inputs,)
-
-
-class _NoPipeline(task.BaseTask):
-  """Two outputs of one input."""
-
-  def __init__(self, params):
-    super().__init__(params)
-    self.CreateVariable('w', weight_params.WeightParams([3, 2]))
-
-  def ComputePredictions(self, theta, input_batch):
-    y = tf.matmul(tf.cast(input_batch.inputs, theta.w.dtype), theta.w)
-    return y, -y
-
-
 def _Saved(tmp_path, task_params):
   params = _ModelParams('plain', task_params.Set(name='plain'))
   instance = model.SingleTaskModel(params).task
@@ -263,10 +198,10 @@ def _Saved(tmp_path, task_params):
 
 
 def testATaskServesItsPredictionsByDefault(tmp_path):
-  p = _Regression.Params()
+  p = tasks.Stacked.Params()
   p.stack.sub = [
     linear.LinearLayer.Params().Set(input_dim=3, output_dim=3),
-    _NeedsTheSize.Params(),
+    tasks.TimesTheSize.Params(),
   ]
   params, instance = _Saved(tmp_path, p)
   done = export.Export(params, str(tmp_path), str(tmp_path / 'there' / 'model'))
@@ -282,7 +217,7 @@ def testATaskServesItsPredictionsByDefault(tmp_path):
 
 
 def testATaskWithoutAPipeline(tmp_path):
-  params, instance = _Saved(tmp_path, _NoPipeline.Params())
+  params, instance = _Saved(tmp_path, tasks.TwoOutputs.Params())
   done = export.Export(params, str(tmp_path))
   served = '{inputs: float32[?, 3]} -> {outputs_0: float32[?, 2], outputs_1: float32[?, 2]}'
   assert done.signatures == {'serving_default': served}
@@ -293,7 +228,7 @@ def testATaskWithoutAPipeline(tmp_path):
 
 
 def testAveragesOfNarrowWeightsAreWide(tmp_path):
-  p = _NoPipeline.Params().Set(name='plain', dtype=tf.bfloat16)
+  p = tasks.TwoOutputs.Params().Set(name='plain', dtype=tf.bfloat16)
   average = np.float32([[0.5, 1.0]] * 3)
   values = {'plain.w': tf.zeros([3, 2], tf.bfloat16), 'plain.w/ema': average}
   checkpointer.Checkpointer(tmp_path / 'train').Save(STEP, values, {})
@@ -305,14 +240,14 @@ def testAveragesOfNarrowWeightsAreWide(tmp_path):
 
 
 def testADirectoryMayEndWithASlash(tmp_path):
-  params, _ = _Saved(tmp_path, _NoPipeline.Params())
+  params, _ = _Saved(tmp_path, tasks.TwoOutputs.Params())
   done = export.Export(params, str(tmp_path), f'{tmp_path}/mine/')
   assert done.directory == str(tmp_path / 'mine')
   assert 'saved_model.pb' in os.listdir(done.directory)
 
 
 def testNothingIsOverwrittenAndFailuresLeaveNoFiles(tmp_path, monkeypatch):
-  params, _ = _Saved(tmp_path, _NoPipeline.Params())
+  params, _ = _Saved(tmp_path, tasks.TwoOutputs.Params())
   folder = tmp_path / 'export'
   folder.mkdir()
 
@@ -321,17 +256,17 @@ def testNothingIsOverwrittenAndFailuresLeaveNoFiles(tmp_path, monkeypatch):
 
   with monkeypatch.context() as patched:
     patched.setattr(tf.saved_model, 'save', Fail)
-    with pytest.raises(OSError, match='the export .*no space left'):
+    with pytest.raises(OSError, match=naming.Naming(tmp_path / 'export/17', 'no space left')):
       export.Export(params, str(tmp_path))
   assert list(folder.iterdir()) == []
   (folder / str(STEP)).mkdir()
   (folder / str(STEP) / 'mine').touch()
-  with pytest.raises(FileExistsError, match='overwrites nothing'):
+  with pytest.raises(FileExistsError, match=naming.Naming(tmp_path / 'export/17', '--export_dir')):
     export.Export(params, str(tmp_path))
   assert os.listdir(folder) == [str(STEP)] and os.listdir(folder / str(STEP)) == ['mine']
-  with pytest.raises(ValueError, match='no checkpoint in .*train first'):
+  with pytest.raises(ValueError, match=naming.Naming('no checkpoint', tmp_path / 'other/train')):
     export.Export(params, str(tmp_path / 'other'))
-  with pytest.raises(ValueError, match='needs an input'):
+  with pytest.raises(ValueError, match=naming.Naming('export', 'params.input')):
     export.Export(params.Copy().Set(input=None), str(tmp_path))
 
 
