@@ -13,7 +13,7 @@ from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.distributed import stop_request
 from lingvo_gpipe.evaluation import eval_program
 from lingvo_gpipe.training import export
-from tests import processes
+from tests import naming, processes
 from tests.toys import training
 
 
@@ -81,7 +81,7 @@ def testTheChosenCheckpointIsEvaluatedAndExported(followed, run, checkpoint, ste
 
 def testAMissingCheckpointIsReportedBeforeWeightsAreMade(run, monkeypatch):
   params = _Params()
-  message = 'no checkpoint of step 7 in .*; there are checkpoints of step 2, step 6, step 10'
+  message = naming.Naming('step 7', run / 'train', 'step 2, step 6, step 10')
   with monkeypatch.context() as patched, pytest.raises(ValueError, match=message):
     patched.setattr(eval_program.multi_task_runner, 'MakeEvaluated', None)
     training.Evaluator(run, params, checkpoint='7')
@@ -93,7 +93,9 @@ def testARunOfAnotherModelIsRefused(run, caplog):
   """Its weights fit; Params that affect only training may differ."""
   other = _Other('task.train.learner.learning_rate:0.5;input.batch_size:3')
   for make in (training.Evaluator, lambda d, p, **more: export.Export(p, str(d), **more)):
-    with pytest.raises(ValueError, match=r"other Params.*: \+ task\.activation : 'TANH'\."):
+    with pytest.raises(
+      ValueError, match=naming.Naming('ckpt-00000010.json', "+ task.activation : 'TANH'")
+    ):
       make(run, other)
     make(run, other, allow_params_change=True)
     assert "+ task.activation : 'TANH'" in caplog.text
@@ -105,7 +107,7 @@ def testParamsOfLaterCheckpointsAreCompared(followed, tmp_path):
   """The evaluator may start before the trainer."""
   evaluator = training.Evaluator(tmp_path, _Other())
   shutil.copytree(followed, tmp_path, dirs_exist_ok=True)
-  with pytest.raises(ValueError, match=r'other Params.*: \+ task\.activation'):
+  with pytest.raises(ValueError, match=naming.Naming('ckpt-00000010.json', '+ task.activation')):
     evaluator.Run()
 
 
@@ -154,7 +156,10 @@ def testTheCheckpointDecidesWhetherAveragesAreUsed(tmp_path, capsys, trained, ev
   assert f'exported the {kind} of step 10' in done.Text()
   # Training cannot resume with this change.
   if trained != evaluated:
-    with pytest.raises(ValueError, match='cannot be switched'):
+    with pytest.raises(
+      ValueError,
+      match=naming.Naming('task.train.ema_decay', trained, evaluated, 'ckpt-00000010.json'),
+    ):
       training.Program(tmp_path, params, allow_params_change=True)
 
 
@@ -266,7 +271,7 @@ def testEarlierCheckpointsAreLoggedAsSkipped(run, caplog):
   caplog.set_level('INFO', logger='absl')
   assert training.Evaluator(run, _Params()).Run() == 0
   (message,) = _Skipped(caplog)
-  assert 'of step 2, step 6: the newer one of step 10' in message
+  assert naming.Names(message, 'step 2, step 6', 'step 10')
   caplog.clear()
   assert training.Evaluator(run, _Params()).Run(once=True) == 0
   assert not _Skipped(caplog)  # Only the last checkpoint was requested.
@@ -302,7 +307,10 @@ def testNoReadableCheckpointIsAnError(run):
   for step in (2, 6, 10):
     _FlipABit(run, step)
   for once in (True, False):
-    with pytest.raises(checkpointer.DamagedError, match='None of the 3 .*: ckpt-00000010'):
+    with pytest.raises(
+      checkpointer.DamagedError,
+      match=naming.Naming('3 checkpoints', 'ckpt-00000010', 'ckpt-00000006'),
+    ):
       training.Evaluator(run, _Params()).Run(once=once)
 
 
@@ -312,8 +320,7 @@ def testDoesNotWaitForADamagedLastCheckpoint(run, monkeypatch, caplog):
   assert training.Evaluator(run, _Params()).Run() == 0
   assert list(_Lines(run)) == [6]
   (message,) = [r.getMessage() for r in caplog.records if 'training ended' in r.getMessage()]
-  assert 'after step 10, but its last checkpoint' in message
-  assert 'of step 6' in message
+  assert naming.Names(message, 'step 10', 'step 6')
 
 
 def testTheReportOfAnEarlierCallDoesNotCountDuringTraining(run, monkeypatch):
@@ -357,7 +364,7 @@ def testTheTrainersMaxStepsDecidesTheEnd(run, monkeypatch):
 
 def testDoesNotWaitIfTrainingEndedWithoutACheckpoint(run):
   shutil.rmtree(run / 'train')
-  with pytest.raises(ValueError, match='after step 10, .*no checkpoint'):
+  with pytest.raises(ValueError, match=naming.Naming('step 10', 'no checkpoint', run / 'train')):
     training.Evaluator(run, _Params()).Run()
 
 
@@ -423,8 +430,28 @@ def testANewCheckpointRestartsTheTimeLimit(run, monkeypatch):
 def testACheckpointRemovedMeanwhileIsNotNamed(run, monkeypatch):
   evaluator = training.Evaluator(run, _Params(), checkpoint='6')
   _Damage(run, 6)
-  with pytest.raises(checkpointer.DamagedError, match='ckpt-00000006-.* cannot be read'):
+  with pytest.raises(
+    checkpointer.DamagedError, match=naming.Naming('ckpt-00000006', '0 bytes', 96)
+  ):
     evaluator.Run()
+
+
+def testTheEvaluatorTakesANewerCheckpointIfItsCheckpointIsRemoved(tmp_path, monkeypatch):
+  training.Train(tmp_path, training.Params(max_steps=1, save_max_to_keep=1))
+  params = training.Params(max_steps=2, save_max_to_keep=1)
+  program = training.Evaluator(tmp_path, params)
+  latest = checkpointer.Checkpointer.Latest
+
+  def ThenTrainOn(self):
+    latest_checkpoint = latest(self)
+    monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', latest)  # Once is enough.
+    training.Train(tmp_path, params)
+    return latest_checkpoint
+
+  monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', ThenTrainOn)
+  assert program.Run(once=True) == 0
+  scores = [path.name for path in (tmp_path / 'eval_test').glob('score-*')]
+  assert scores == ['score-00000002.txt']
 
 
 if __name__ == '__main__':

@@ -43,7 +43,7 @@ def testLayersStagesAndParameters(name):
 
 
 def testInspectModelPrintsTheTotalOfALargeModel(forks):
-  """Allocates nothing; tests/experiments_test.py tests the largest model."""
+  """Allocates nothing; tests/params/experiments_test.py tests the largest model."""
   model = 'lm.one_billion_wds.Transformer103'
   done = processes.Succeeded(forks.Run('trainer', '--mode=inspect_model', f'--model={model}'))
   assert done.stdout.splitlines()[-1] == f'{50_358_272 * 103 + 131_104_000:,} parameters'

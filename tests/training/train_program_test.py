@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs in cases that are hard to reach from outside the process."""
+"""Training in cases that are hard to reach from outside the process."""
 
 import json
-import os
 import re
 import signal
 import sys
-import types
 
 import pytest
-import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
-from lingvo_gpipe.core import nested_map, params_text
+from lingvo_gpipe.core import params_text
 from lingvo_gpipe.distributed import cluster, stop_request
-from lingvo_gpipe.evaluation import dataset_pass, eval_program
+from lingvo_gpipe.evaluation import eval_program
 from lingvo_gpipe.experiment import registry
-from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.learning import optimizer
 from lingvo_gpipe.pipeline.cutting import layer_profile
 from lingvo_gpipe.training import inspection, train_program
-from tests import processes
+from tests import naming, processes
 from tests.toys import training
 
 
@@ -58,7 +54,7 @@ def testAMistakeInAnEvaluationIsReportedBeforeTraining(tmp_path):
 
 def testCheckNumericsNeedsTheWeightsBeforeTheStep(tmp_path):
   params = _ModelParams(more='task.train.learner.skip_nonfinite:False')
-  with pytest.raises(ValueError, match=r'skip_nonfinite of task\.train\.learner'):
+  with pytest.raises(ValueError, match=naming.Naming('skip_nonfinite', 'task.train.learner')):
     _Program(tmp_path, params, check_numerics=True)
 
 
@@ -71,24 +67,22 @@ def testTooManyNonfiniteStepsInARowEndTheTraining(tmp_path, capsys):
   out = capsys.readouterr()
   bad = re.findall(r'step (\d+): a gradient is not finite; the update was skipped', out.out)
   first, last = map(int, bad)
-  message = (
-    f'step {last}: the loss or gradients of 2 steps in a row were not finite ({first} to {last};'
-  )
-  assert out.err.startswith(message)
-  assert re.search(r'In the last step the first value that is not .* of layer \S+\.stack', out.err)
+  names = f'step {last}', '2 steps', f'({first} to {last}'
+  assert naming.Names(out.err, *names)
+  assert re.search(r'layer \S+\.stack', out.err)
   store = checkpointer.Checkpointer(str(tmp_path / 'train'))
   info = store.Latest()
   assert info.step == first == last - 1
   assert 'lm.stack.layers[0].emb/ema' in info.tensors
   # A resumed run continues the count.
   assert _Program(tmp_path, params).Run() == 1
-  assert capsys.readouterr().err.startswith(message)
+  assert naming.Names(capsys.readouterr().err, *names)
 
 
 def testAnUnwritableLogDirectoryIsReportedBeforeWeightsAreCreated(tmp_path, monkeypatch):
   (tmp_path / 'file').write_text('')
   monkeypatch.setattr(train_program.multi_task_runner, 'Make', None)
-  with pytest.raises(OSError, match='Cannot write'):
+  with pytest.raises(OSError, match=naming.Naming(f"'{tmp_path}/file/run/train'")):
     _Program(tmp_path / 'file' / 'run', _ModelParams())
 
 
@@ -157,10 +151,17 @@ def testTheDescriptionOfAnotherModelsRunStays(tmp_path):
   assert _Program(tmp_path, params).Run() == 0
   described = {name: (tmp_path / name).read_text() for name in ('params.txt', 'model_analysis.txt')}
   other = _ModelParams(more='task.hidden_dim:64;task.train.max_steps:2')
-  with pytest.raises(ValueError, match=r'other Params.*: ~ task\.hidden_dim : 32 -> 64\.'):
+  with pytest.raises(
+    ValueError, match=naming.Naming('ckpt-00000001.json', '~ task.hidden_dim : 32 -> 64')
+  ):
     _Program(tmp_path, other)
   # Params that are allowed must still fit the checkpoint.
-  with pytest.raises(ValueError, match='does not fit.*another shape'):
+  with pytest.raises(
+    ValueError,
+    match=naming.Naming(
+      'ckpt-00000001.json', 'variable float32[16, 64]', 'checkpoint float32[16, 32]'
+    ),
+  ):
     _Program(tmp_path, other, allow_params_change=True).Run()
   assert {name: (tmp_path / name).read_text() for name in described} == described
 
@@ -195,106 +196,6 @@ def testASignalInTheLastStepSkipsTheEvaluation(tmp_path, capsys, monkeypatch):
   assert 'stopped by SIGTERM after step 1;' in out
   assert 'Test at step' not in out
   assert processes.Steps(tmp_path) == [1]
-
-
-class _Numbers:
-  """An input of 10 batches of one example."""
-
-  @classmethod
-  def Params(cls):
-    params = types.SimpleNamespace(batch_size=1)
-    params.Copy = lambda: params
-    params.Set = lambda **unused: params
-    params.Instantiate = lambda: cls(params)
-    return params
-
-  def __init__(self, params):
-    self.params = params
-
-  def BatchSpecs(self):
-    return []
-
-  def CheckComplete(self):
-    pass
-
-  def Dataset(self, start=0):
-    return tf.data.Dataset.range(10).batch(1).map(lambda i: nested_map.NestedMap(i=i))
-
-
-class _Runner:
-  """Counts batches; sends a signal at batch `at`."""
-
-  def __init__(self, stop=None, at=-1, limit=0, decoded=None):
-    self.seen = []
-    self._stop, self._at = stop, at
-    self.task = types.SimpleNamespace(
-      params=types.SimpleNamespace(eval=task_lib.EvalParams().Set(samples_per_summary=limit)),
-      Report=lambda values, input_generator: '',
-    )
-    self.Decode = lambda batch, input_generator: decoded or {}
-    self.engine = types.SimpleNamespace(replicas=[])  # No batches are read on workers.
-
-  def ExpectBatches(self, batch_specs):
-    assert not batch_specs
-
-  def Evaluate(self, batches):
-    for batch in batches:
-      self.seen.append(int(batch.i[0]))
-      if self.seen[-1] == self._at:
-        self._stop.signal = signal.SIGINT
-    return {'loss': (1.5, len(self.seen))}
-
-
-@pytest.mark.parametrize('limit, count', [(0, 10), (3, 3)])
-def testEvaluatesTheWholeDataSetOrItsBeginning(tmp_path, limit, count):
-  runner = _Runner(limit=limit)
-  done = dataset_pass.Evaluation(
-    runner, _Numbers.Params(), 'Dev', str(tmp_path), stop_request.StopRequest()
-  )
-  assert done.Run(7) == {'loss': 1.5}
-  assert runner.seen == list(range(count))
-  assert (tmp_path / 'eval_dev' / 'score-00000007.txt').read_text() == 'loss: 1.5\n'
-
-
-def testASignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
-  stop = stop_request.StopRequest()
-  runner = _Runner(stop, at=3)
-  done = dataset_pass.Evaluation(runner, _Numbers.Params(), 'Test', str(tmp_path), stop)
-  assert done.Run(7) is None
-  assert runner.seen == [0, 1, 2, 3]
-  assert capsys.readouterr().out == 'Test at step 7: stopped by SIGINT, no result\n'
-  assert os.listdir(tmp_path) == []
-
-
-def testASampleCannotControlTheTerminal(tmp_path, capsys):
-  runner = _Runner(decoded={'continuation': ['a\x1b[2Jb\x07\n\tc\x00é\r\ufffd']})
-  done = dataset_pass.Evaluation(
-    runner, _Numbers.Params(), 'Test', str(tmp_path), stop_request.StopRequest()
-  )
-  done.WriteSample(7)
-  assert capsys.readouterr().out == ''
-  done.PrintSample()
-  done.PrintSample()
-  printed = capsys.readouterr().out
-  assert printed == '--- continuation\na\ufffd[2Jb\ufffd\n\tc\ufffdé\ufffd\ufffd\n'
-
-
-def testTheEvaluatorTakesANewerCheckpointIfItsCheckpointIsRemoved(tmp_path, monkeypatch):
-  training.Train(tmp_path, training.Params(max_steps=1, save_max_to_keep=1))
-  params = training.Params(max_steps=2, save_max_to_keep=1)
-  program = training.Evaluator(tmp_path, params)
-  latest = checkpointer.Checkpointer.Latest
-
-  def ThenTrainOn(self):
-    latest_checkpoint = latest(self)
-    monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', latest)  # Once is enough.
-    training.Train(tmp_path, params)
-    return latest_checkpoint
-
-  monkeypatch.setattr(checkpointer.Checkpointer, 'Latest', ThenTrainOn)
-  assert program.Run(once=True) == 0
-  scores = [path.name for path in (tmp_path / 'eval_test').glob('score-*')]
-  assert scores == ['score-00000002.txt']
 
 
 if __name__ == '__main__':

@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -20,6 +19,8 @@ import tensorflow as tf
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.runners import multi_task_runner, task_batches
+from tests import naming
+from tests.toys import projects
 
 # An experiment above these limits is large.
 _MAX_PARAMS = 10_000_000
@@ -251,132 +252,6 @@ def testEverySettingOfEveryTaskTakesSteps():
 
 # ---- the checks themselves -----------------------------------------------------------------------
 
-_PROJECT = """
-  import tensorflow as tf
-
-  from lingvo_gpipe import linear, nested_map, pipelining_layer, registry, synthetic, task
-  from lingvo_gpipe import weight_params
-
-
-  class Net(task.BaseTask):
-    @classmethod
-    def Params(cls):
-      p = super().Params()
-      p.Define('dim', 4, 'Size of every layer.')
-      p.Define('num_layers', 2, 'Layers.')
-      p.Define('gain', 1.0, 'Multiplies the loss.')
-      p.Define('eager', False, 'Make a variable at once.')
-      p.Define('stack', pipelining_layer.PipeliningLayer.Params().Set(xla=False), 'Pipeline.')
-      return p
-
-    def __init__(self, params):
-      super().__init__(params)
-      p = self.params
-      layer = linear.ProjectionLayer.Params().Set(input_dim=p.dim, output_dim=p.dim)
-      sub = [layer.Copy() for _ in range(p.num_layers)]
-      self.CreateChild('stack', p.stack.Copy().Set(sub=sub))
-      if p.eager:
-        self.leak = tf.Variable(0.0)
-
-    def PipelineInputs(self, input_batch):
-      return (tf.repeat(input_batch.inputs, self.params.dim // 4, axis=-1),)
-
-    def ComputeLoss(self, theta, predictions, input_batch):
-      loss = self.params.gain * tf.reduce_mean((predictions - input_batch.targets) ** 2)
-      return {'loss': (loss, tf.reduce_sum(input_batch.example_weights))}, {}
-
-
-  class Small(registry.SingleTaskModelParams):
-    def Train(self):
-      return synthetic.SyntheticRegressionInput.Params().Set(batch_size=2, input_shape=[4])
-
-    def Task(self):
-      return Net.Params().Set(name='net')
-
-
-  @registry.RegisterSingleTaskModel
-  class Good(Small):
-    pass
-
-
-  @registry.RegisterSingleTaskModel
-  class Wide(Small):
-    def Task(self):
-      return super().Task().Set(dim=4000)
-
-
-  @registry.RegisterSingleTaskModel
-  class Deep(Small):
-    def Task(self):
-      p = super().Task().Set(num_layers=8)
-      p.stack.num_stages = 8
-      return p
-
-
-  @registry.RegisterSingleTaskModel
-  class WideWithSmoke(Wide):
-    def Smoke(self):
-      return {'task.dim': 4}
-
-
-  @registry.RegisterSingleTaskModel
-  class DeepWithSmoke(Deep):
-    def Smoke(self):
-      return 'task.num_layers:4; task.stack.num_stages:4'
-
-
-  @registry.RegisterSingleTaskModel
-  class SmokeDoesNotHelp(Wide):
-    def Smoke(self):
-      return {'task.num_layers': 1}
-
-
-  @registry.RegisterSingleTaskModel
-  class SmokeNamesNothing(Wide):
-    def Smoke(self):
-      return {'task.width': 4}
-
-
-  @registry.RegisterSingleTaskModel
-  class NoData(Small):
-    Train = registry.SingleTaskModelParams.Train
-
-
-  @registry.RegisterSingleTaskModel
-  class NoSuchEvaluation(Small):
-    def Task(self):
-      p = super().Task()
-      p.train.eval_datasets = ['Test']
-      return p
-
-
-  @registry.RegisterSingleTaskModel
-  class Unsteady(Small):
-    calls = []
-
-    def Task(self):
-      self.calls.append(1)
-      return super().Task().Set(num_layers=len(self.calls))
-
-
-  @registry.RegisterSingleTaskModel
-  class Eager(Small):
-    def Task(self):
-      return super().Task().Set(eager=True)
-
-
-  @registry.RegisterSingleTaskModel
-  class Diverges(Small):
-    def Task(self):
-      return super().Task().Set(gain=float('nan'))
-
-
-  @registry.RegisterSingleTaskModel
-  class LearnsNothing(Small):
-    def Task(self):
-      return super().Task().Set(gain=0.0)
-"""
-
 
 @pytest.fixture(scope='module')
 def project(tmp_path_factory):
@@ -385,7 +260,7 @@ def project(tmp_path_factory):
   folder = root / 'experiments_test_params'
   folder.mkdir()
   (folder / '__init__.py').write_text('')
-  (folder / 'net.py').write_text(textwrap.dedent(_PROJECT))
+  (folder / 'net.py').write_text(projects.Experiments('faulty'))
   sys.path.insert(0, str(root))
   yield ('experiments_test_params',)
   sys.path.remove(str(root))
@@ -401,23 +276,28 @@ def testCorrectExperimentsPass(project, name):
 
 
 @pytest.mark.parametrize(
-  'check, name, error, message',
+  'check, name, error, names',
   [
-    (_CheckSize, 'Wide', AssertionError, r'large \(32,000,000 parameters in 1 .*no Smoke'),
-    (_CheckSize, 'Deep', AssertionError, r'large \(128 parameters in 8 stages\).*no Smoke'),
-    (_CheckSize, 'SmokeDoesNotHelp', AssertionError, r'leaves 16,000,000 parameters'),
-    (_CheckSize, 'Eager', AssertionError, 'a variable was created'),
-    (_CheckParams, 'SmokeNamesNothing', AttributeError, 'task.width'),
-    (_CheckParams, 'NoData', AssertionError, r'has no Train\(\)'),
-    (_CheckParams, 'NoSuchEvaluation', AssertionError, 'eval_datasets names Test'),
-    (_CheckParams, 'Unsteady', AssertionError, 'differs from call to call'),
-    (_CheckTraining, 'Diverges', AssertionError, 'the loss is nan'),
-    (_CheckTraining, 'LearnsNothing', AssertionError, 'no weight changed'),
+    (_CheckSize, 'Wide', AssertionError, ('32,000,000 parameters', '1 stages', 'Smoke()')),
+    (_CheckSize, 'Deep', AssertionError, ('128 parameters', '8 stages', 'Smoke()')),
+    (_CheckSize, 'SmokeDoesNotHelp', AssertionError, ('Smoke()', '16,000,000 parameters')),
+    (_CheckSize, 'Eager', AssertionError, ('variable',)),
+    (_CheckParams, 'SmokeNamesNothing', AttributeError, ('task.width',)),
+    (_CheckParams, 'NoData', AssertionError, ('net.NoData', 'Train()')),
+    (
+      _CheckParams,
+      'NoSuchEvaluation',
+      AssertionError,
+      ('net.NoSuchEvaluation', 'task.train.eval_datasets', 'Test'),
+    ),
+    (_CheckParams, 'Unsteady', AssertionError, ('net.Unsteady.Train', 'differs')),
+    (_CheckTraining, 'Diverges', AssertionError, ('net.Diverges', 'loss', 'nan')),
+    (_CheckTraining, 'LearnsNothing', AssertionError, ('net.LearnsNothing', 'no weight')),
   ],
   ids=lambda value: value if isinstance(value, str) and value.isidentifier() else '',
 )
-def testFaultyExperimentsFail(project, check, name, error, message):
-  with pytest.raises(error, match=message):
+def testFaultyExperimentsFail(project, check, name, error, names):
+  with pytest.raises(error, match=naming.Naming(*names)):
     check(f'net.{name}', project)
 
 
