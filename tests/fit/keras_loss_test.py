@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests import naming
-from tests.toys import keras_fits
+from tests.toys import keras_fits, keras_layers
 
 LOSSES = keras.losses
 X, Y = keras_fits.Floats(12, 5), keras_fits.Floats(12, 3, seed=1)
@@ -189,20 +189,12 @@ def testListsOfOutputs():
   keras_fits.CheckFit(_ListOfOutputs, X, y, Compiled, batch_size=6)
 
 
-class _Penalty(layers.Layer):
-  """Adds the mean square of its input to the loss."""
-
-  def call(self, x):
-    self.add_loss(0.1 * ops.mean(ops.square(x)))
-    return x
-
-
 def _Penalised():
   x = inputs = keras.Input([5])
   for i in range(2):
     regularizer = 'l2' if i else keras.regularizers.OrthogonalRegularizer()
     x = layers.Dense(6, kernel_regularizer=regularizer, activity_regularizer='l1')(x)
-    x = _Penalty()(x)
+    x = keras_layers.Penalty()(x)
   return keras.Model(inputs, layers.Dense(3, bias_regularizer='l2', trainable=False)(x))
 
 
@@ -470,20 +462,10 @@ def testFunctionsOfAllExamplesAsMetrics(metrics):
 
 
 def testAMaskThatDependsOnWeightsIsRefused():
-  class Thresholded(layers.Layer):
-    def build(self, input_shape):
-      self.level = self.add_weight(shape=())
-
-    def call(self, x):
-      return x * self.level
-
-    def compute_mask(self, x, mask=None):
-      return ops.any(x > self.level, axis=-1)
-
   def Make():
     inputs = keras.Input([6, 4])
     x = layers.Dense(3)(layers.Dense(4)(inputs))
-    return keras.Model(inputs, Thresholded()(x))
+    return keras.Model(inputs, keras_layers.LevelMask()(x))
 
   pipe = keras_fits.Pipe(keras_fits.Seeded(Make), 2, 2)
   pipe.compile(loss='mse')
@@ -492,28 +474,9 @@ def testAMaskThatDependsOnWeightsIsRefused():
   assert pipe.stack is None  # Nothing has moved.
 
 
-class _Masking(layers.Layer):
-  """Attaches a mask that depends on the mode or on random numbers, or noise that has none of it."""
-
-  def __init__(self, of):
-    super().__init__()
-    self.supports_masking = True
-    self.of = of
-    self.generator = keras.random.SeedGenerator(1)
-
-  def call(self, x, training=False):
-    shape = ops.shape(x)
-    y = x + 0.0 * keras.random.normal(shape, seed=self.generator)
-    if self.of == 'random':
-      y._keras_mask = keras.random.uniform(shape[:2], seed=self.generator) > 0.5
-    else:
-      y._keras_mask = x[:, :, 0] > (0 if training else -99)
-    return y
-
-
 def _MaskedBy(of):
   inputs = keras.Input([6, 5])
-  return keras.Model(inputs, layers.Dense(3)(layers.Dense(8)(_Masking(of)(inputs))))
+  return keras.Model(inputs, layers.Dense(3)(layers.Dense(8)(keras_layers.Masking(of)(inputs))))
 
 
 def testMasksThatDependOnTheMode():

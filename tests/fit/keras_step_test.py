@@ -14,7 +14,7 @@ from lingvo_gpipe.fit import keras_step
 from lingvo_gpipe.layers import linear
 from lingvo_gpipe.layers.keras import keras_cut, keras_variables
 from lingvo_gpipe.pipeline import engine, pipelining_layer
-from tests.toys import keras_fits, stacks
+from tests.toys import keras_fits, keras_layers, stacks
 
 OPTIMIZERS = keras.optimizers
 X, Y = keras_fits.Floats(6, 5), keras_fits.Floats(6, 3, seed=1)
@@ -261,17 +261,6 @@ def testOnlyStacksOfKerasKeepSlicesAndTheLastStepDecides():
     assert stack.engine.functions.keeps_slices == keeps
 
 
-class _Rows(keras.layers.Layer):
-  """Adds the first rows of a table, one for each position."""
-
-  def __init__(self, table):
-    super().__init__()
-    self.table = table
-
-  def call(self, x):
-    return x + self.table(keras.ops.arange(x.shape[1]))
-
-
 def _Table(use='once', **options):
   """Returns a model [8] -> [3] with a table of 8 rows, five of which recur.
 
@@ -286,12 +275,12 @@ def _Table(use='once', **options):
   if use == 'twice':
     x -= table(keras.ops.flip(inputs, axis=1))
   if use == 'only':
-    x = _Rows(table)(x)
+    x = keras_layers.AddsRows(table)(x)
   x = layers.Dense(6, activation='tanh')(x)
   if use == 'again':
     x += table(inputs)
   if use == 'positions':
-    x = _Rows(table)(x)
+    x = keras_layers.AddsRows(table)(x)
   x = layers.Dense(6, activation='relu')(x)
   if use == 'matrix':
     x = table(x, reverse=True)
@@ -396,31 +385,12 @@ def testGradientsOfARowMayBeAddedFirst(optimizer, is_sum):
   _AssertClose(actual, expected)
 
 
-class _Mixed(keras.layers.Layer):
-  """Looks a table up by ids and by positions."""
-
-  def __init__(self):
-    super().__init__()
-    self.table = keras.layers.Embedding(8, 6)
-
-  def call(self, x):
-    return self.table(x) - self.table(keras.ops.arange(8))
-
-
-class _Masked(keras.layers.Layer):
-  """Looks up a number of rows that depends on the values of the ids."""
-
-  def build(self, shape):
-    self.table = self.add_weight(shape=(5, 6))
-
-  def call(self, x):
-    rows = tf.gather(self.table, tf.boolean_mask(x, x > -1))
-    return tf.ensure_shape(tf.reshape(rows, [-1, 8, 6]), [x.shape[0], 8, 6])
-
-
 @pytest.mark.parametrize(
   'layer, optimizer, num_micro_batches',
-  [(_Mixed, lambda: OPTIMIZERS.SGD(0.1, momentum=0.9), 2), (_Masked, _Adam, 1)],
+  [
+    (keras_layers.IdsAndPositions, lambda: OPTIMIZERS.SGD(0.1, momentum=0.9), 2),
+    (keras_layers.MaskedRows, _Adam, 1),
+  ],
   ids=['mixed', 'masked'],
 )
 def testALayerWithMicroBatchesUnlikeTheBatchIsWarnedOf(layer, optimizer, num_micro_batches, caplog):
@@ -432,24 +402,13 @@ def testALayerWithMicroBatchesUnlikeTheBatchIsWarnedOf(layer, optimizer, num_mic
   assert 'layers[0]' in caplog.text
 
 
-class _First(keras.layers.Layer):
-  """Adds the rows of the first three examples."""
-
-  def __init__(self):
-    super().__init__()
-    self.table = keras.layers.Embedding(5, 6)
-
-  def call(self, x):
-    return keras.ops.mean(self.table(x[:3]), axis=0) + keras.ops.one_hot(x, 6)
-
-
 def testOnlyRowsOfEqualIdsAreAddedOverMicroBatches():
   """As many rows in each batch need not be the same rows; a smaller batch has fewer."""
 
   def Clipped():
     return OPTIMIZERS.SGD(0.1, clipvalue=1e9)
 
-  make = functools.partial(_Begins, _First)
+  make = functools.partial(_Begins, keras_layers.FirstExamples)
   actual, expected = (
     _TrainedTable(Clipped, make, (5, 6), num_micro_batches=2, sum_embedding_gradients=is_sum)
     for is_sum in (False, True)
@@ -457,17 +416,8 @@ def testOnlyRowsOfEqualIdsAreAddedOverMicroBatches():
   _AssertClose(actual, expected)
 
 
-class _Small(_First):
-  """Takes three examples at most."""
-
-  def call(self, x):
-    if (x.shape[0] or 0) > 3:
-      raise ValueError('too many')
-    return self.table(x)
-
-
 def testALayerThatCannotTakeTwiceTheExamplesIsTrained(caplog):
-  pipe = keras_fits.Pipe(_Begins(_Small), num_micro_batches=2)
+  pipe = keras_fits.Pipe(_Begins(keras_layers.ThreeExamples), num_micro_batches=2)
   pipe.compile(optimizer=_Adam(), loss='mse')
   before = pipe.get_weights()
   pipe.train_on_batch(keras_fits.Integers(5, 6, 8), Y)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests import naming
-from tests.toys import keras_fits
+from tests.toys import keras_fits, keras_layers
 
 TOP = 9
 IDS, CLASSES = keras_fits.PaddedIds(12, top=TOP), keras_fits.Integers(TOP, 12, 6, seed=3)
@@ -181,7 +181,7 @@ def testASharedVocabularyNeedsALossOfSlices(compiled, name):
 
 def testAHeadThatCannotBeSharedIsRefused():
   with pytest.raises(ValueError, match='vocabulary'):
-    _Build(_Tagger(_Blend), num_stages=2, vocabulary='shared')
+    _Build(_Tagger(keras_layers.BlendsPositions), num_stages=2, vocabulary='shared')
 
 
 @pytest.mark.parametrize('chunk_size', [0, 5])
@@ -205,13 +205,6 @@ def testOnlyChunksOfLogitsExist(chunk_size, monkeypatch):
     assert set(steps) == {(12, 6, 8)}
 
 
-class _Blend(layers.Dense):
-  """A user's layer, whose outputs depend on several positions."""
-
-  def call(self, inputs, training=None):
-    return super().call(inputs - keras.ops.mean(inputs, axis=1, keepdims=True), training)
-
-
 def _HiddenAndLogits():
   inputs = keras.Input([4])
   hidden = layers.Dense(4)(layers.Dense(4)(inputs))
@@ -225,7 +218,7 @@ def _Build(model, **options):
 @pytest.mark.parametrize(
   'make',
   [
-    lambda: _Tagger(_Blend),
+    lambda: _Tagger(keras_layers.BlendsPositions),
     lambda: _Tagger(activation='softmax'),
     lambda: _Tagger(kernel_regularizer='l2'),
     lambda: keras.Sequential([keras.Input([6, 4]), layers.Dense(4), layers.Conv1D(TOP, 3)]),

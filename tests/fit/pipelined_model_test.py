@@ -13,7 +13,7 @@ from keras import layers, ops
 from lingvo_gpipe import PipelinedModel
 from lingvo_gpipe.layers.keras import keras_variables
 from tests import naming
-from tests.toys import keras_fits
+from tests.toys import keras_fits, keras_layers
 
 METRICS = keras.metrics
 X, Y = keras_fits.Floats(22, 5), keras_fits.Floats(22, 3, seed=1)
@@ -700,13 +700,6 @@ def testTextVectorizationIsRefused():
 # ---- weights that the loss does not depend on ----------------------------------------------------
 
 
-class _StopsInside(layers.Layer):
-  """Passes no gradient on, which only its own code says."""
-
-  def call(self, x):
-    return ops.stop_gradient(x)
-
-
 def _Branches(stop):
   x = keras.Input([5])
   joined = stop(layers.Dense(8, name='stopped')(x)) + layers.Dense(8)(x)
@@ -714,7 +707,8 @@ def _Branches(stop):
 
 
 @pytest.mark.parametrize(
-  ('stop', 'num_micro_batches'), [(ops.stop_gradient, 2), (_StopsInside(), 1), (ops.floor, 2)]
+  ('stop', 'num_micro_batches'),
+  [(ops.stop_gradient, 2), (keras_layers.StopsGradients(), 1), (ops.floor, 2)],
 )
 def testWeightsWithoutGradientsAreNotDecayed(stop, num_micro_batches):
   keras_fits.CheckFit(
@@ -806,17 +800,11 @@ def testOnlyThePlainModelHasAConfiguration():
     pipe.get_config()
 
 
-class _Guard(layers.Layer):
-  """Fails for large values, when the step runs."""
-
-  def call(self, x):
-    with tf.control_dependencies([tf.debugging.assert_less(tf.reduce_max(tf.abs(x)), 100.0)]):
-      return tf.identity(x)
-
-
 @optimised
 def testAFailedStepNamesItsLayerAndChangesNothing():
-  model = keras.Sequential([keras.Input([5]), layers.Dense(4), layers.Dense(4), _Guard()])
+  model = keras.Sequential(
+    [keras.Input([5]), layers.Dense(4), layers.Dense(4), keras_layers.Guard()]
+  )
   pipe = keras_fits.Pipe(model, 2, 2)
   pipe.compile(optimizer='sgd', loss='mse')
   x, y = keras_fits.Floats(4, 5), keras_fits.Floats(4, 4, seed=1)

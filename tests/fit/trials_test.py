@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from tests.toys import keras_fits
+from tests.toys import keras_fits, keras_layers
 
 X, Y = keras_fits.Floats(8, 4, 5), keras_fits.Floats(8, 4, 3, seed=1)
 COMPILED = {'loss': 'mse'}.copy
@@ -48,7 +48,7 @@ def testOneMicroBatchMayCompareExamples(caplog):
 
 @pytest.mark.parametrize(
   'make, numbers',
-  [(layers.BatchNormalization, [1, 2]), (lambda: _Centers(name='batch_mean'), [2])],
+  [(layers.BatchNormalization, [1, 2]), (lambda: keras_layers.Centers(name='batch_mean'), [2])],
   ids=['Keras', 'own'],
 )
 def testNormalisationByTheBatchIsWarnedOf(make, numbers, caplog):
@@ -73,27 +73,6 @@ def testIndependentExamplesAreNotWarnedOf(caplog):
   assert 'num_micro_batches=1' not in caplog.text  # TensorFlow warns of many traces.
 
 
-class _Centers(layers.Layer):
-  """Subtracts the mean of the batch, in training only."""
-
-  def call(self, x, training=False):
-    return x - ops.mean(x, axis=0) if training else x
-
-
-class _Adds(layers.Layer):
-  """Adds a function of its input to the loss, in training, in evaluation or in both."""
-
-  def __init__(self, function, modes=(False, True)):
-    super().__init__()
-    self.function = function
-    self.modes = modes
-
-  def call(self, x, training=None):
-    if training in self.modes:
-      self.add_loss(self.function(x))
-    return x
-
-
 def _Model(*middle):
   """Returns a model of a cell, cells with a regularizer, and a cell.
 
@@ -115,11 +94,13 @@ def _Squares(reduction):
 
 
 NOT_MEANS = {
-  'norm': lambda: [_Adds(lambda x: ops.sqrt(ops.sum(ops.square(x))))],
-  'in training': lambda: [_Adds(_Squares(ops.sum), (True,))],
-  'in evaluation': lambda: [_Adds(_Squares(ops.sum), (False,))],
-  'after dropout': lambda: [layers.Dropout(0.5), _Adds(_Squares(ops.sum))],
-  'nested': lambda: [keras.Sequential([_Adds(_Squares(ops.sum)), layers.Activation('tanh')])],
+  'norm': lambda: [keras_layers.AddsLosses(lambda x: ops.sqrt(ops.sum(ops.square(x))))],
+  'in training': lambda: [keras_layers.AddsLosses(_Squares(ops.sum), (True,))],
+  'in evaluation': lambda: [keras_layers.AddsLosses(_Squares(ops.sum), (False,))],
+  'after dropout': lambda: [layers.Dropout(0.5), keras_layers.AddsLosses(_Squares(ops.sum))],
+  'nested': lambda: [
+    keras.Sequential([keras_layers.AddsLosses(_Squares(ops.sum)), layers.Activation('tanh')])
+  ],
   # Keras divides by the size of the first axis.
   'time first': lambda: [_SwapAxes, layers.ActivityRegularization(l2=0.1), _SwapAxes],
 }
@@ -128,7 +109,9 @@ NOT_MEANS = {
 @pytest.mark.parametrize('name', NOT_MEANS)
 def testOtherLossesAreRefused(name):
   pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: _Model(NOT_MEANS[name]())), 2, 2)
-  with pytest.raises(ValueError, match=r'layers\[1\].*(_adds|activity_).*num_micro_batches=1'):
+  with pytest.raises(
+    ValueError, match=r'layers\[1\].*(adds_losses|activity_).*num_micro_batches=1'
+  ):
     keras_fits.Fit(pipe, X, Y, COMPILED)
 
 
@@ -147,25 +130,25 @@ def testOneMicroBatchTakesAnyLoss():
   ids=['examples, in training', 'values, always'],
 )
 def testOtherMeansAreWarnedOf(loss, modes, caplog):
-  _Evaluate(lambda: _Model([_Adds(loss, modes)]), 2)
-  assert re.search(r'layers\[1\].*_adds', caplog.text)
+  _Evaluate(lambda: _Model([keras_layers.AddsLosses(loss, modes)]), 2)
+  assert re.search(r'layers\[1\].*adds_losses', caplog.text)
 
 
 def testMeansCountAsInKeras(caplog):
   def Make():
     # Rounding makes a number, about 1e-9, that depends on how many examples there are.
-    zero = [layers.LayerNormalization(), _Adds(ops.mean)]
-    constant = [_Adds(lambda _: ops.ones([]))]
-    return _Model(constant, zero, [_Adds(_Squares(ops.mean))])
+    zero = [layers.LayerNormalization(), keras_layers.AddsLosses(ops.mean)]
+    constant = [keras_layers.AddsLosses(lambda _: ops.ones([]))]
+    return _Model(constant, zero, [keras_layers.AddsLosses(_Squares(ops.mean))])
 
   keras_fits.CheckFit(Make, X, Y, COMPILED, ((2, 2),), batch_size=8)
   assert 'num_micro_batches=1' not in caplog.text  # TensorFlow warns of many traces.
 
 
 def testRandomLossesPass():
-  dropout = [layers.Dropout(0.9), _Adds(_Squares(ops.mean), (True,))]
-  noise = [layers.GaussianNoise(1.0), _Adds(ops.mean)]
-  no_number = [_Adds(lambda x: np.nan * ops.sum(x))]
+  dropout = [layers.Dropout(0.9), keras_layers.AddsLosses(_Squares(ops.mean), (True,))]
+  noise = [layers.GaussianNoise(1.0), keras_layers.AddsLosses(ops.mean)]
+  no_number = [keras_layers.AddsLosses(lambda x: np.nan * ops.sum(x))]
   _Evaluate(lambda: _Model(dropout, noise, no_number), 2)
 
 
@@ -175,7 +158,7 @@ def testNothingIsTrainedAfterPredict():
   def Make():
     inputs = keras.Input([6], dtype='int32')
     x = layers.Embedding(8, 4)(inputs)
-    x = _Adds(_Squares(ops.sum))(layers.Dense(4)(x))
+    x = keras_layers.AddsLosses(_Squares(ops.sum))(layers.Dense(4)(x))
     return keras.Model(inputs, layers.Dense(8)(x))
 
   ids = keras_fits.Integers(8, 4, 6)
@@ -183,7 +166,7 @@ def testNothingIsTrainedAfterPredict():
   before = pipe.get_weights()
   pipe.predict(ids, verbose=0)
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-  with pytest.raises(ValueError, match=r'layers\[1\].*_adds'):
+  with pytest.raises(ValueError, match=r'layers\[1\].*adds_losses'):
     keras_fits.Fit(pipe, ids, ids, lambda: {'loss': loss})
   for a, b in zip(pipe.get_weights(), before, strict=True):
     np.testing.assert_array_equal(a, b)
