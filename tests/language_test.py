@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language of docstrings, comments, names and documents: the worst habits, counted.
+"""The language of docstrings, comments, messages, names and documents: the worst habits, counted.
 
 Run this file with a folder or a page to see every place:
 `python tests/language_test.py lingvo_gpipe/core`, `python tests/language_test.py docs/*.md`.
@@ -76,6 +76,29 @@ def _Comments(source):
       yield token.start[0], token.string
 
 
+def _Messages(tree):
+  """(line, text) of strings that people read: all with several words but docstrings."""
+  silent = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Expr):  # A docstring.
+      silent.add(node.value)
+    elif isinstance(node, ast.JoinedStr):
+      silent.update(node.values)
+      parts = (v.value if isinstance(v, ast.Constant) else '{}' for v in node.values)
+      yield node.lineno, ''.join(parts)
+  for node in ast.walk(tree):
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    if is_text and node not in silent and node.value.count(' ') > 1:
+      yield node.lineno, node.value
+
+
+def _TestNames(tree):
+  """(line, words) of the name of every test."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.FunctionDef) and node.name.startswith('test'):
+      yield node.lineno, ' '.join(re.findall('[A-Z0-9][^A-Z]*', node.name)).lower()
+
+
 def _EmptyNames(tree):
   """(line, name) of arguments and assigned variables that say nothing about their value."""
   for node in ast.walk(tree):
@@ -100,9 +123,16 @@ def _Phrases(paths):
     if path.name == 'language_test.py':
       continue
     source = path.read_text(encoding='utf-8')
-    for line, text in [*_Docstrings(ast.parse(source)), *_Comments(source)]:
+    tree = ast.parse(source)
+    # Strings of tests hold data, too.
+    texts = _TestNames(tree) if _IsTest(path) else _Messages(tree)
+    for line, text in [*_Docstrings(tree), *_Comments(source), *texts]:
       for match in _PHRASES.finditer(text):
         yield f'{path}:{line}: {match[0]}'
+
+
+def _IsTest(path):
+  return path.is_relative_to(_ROOT / 'tests')
 
 
 def _Names(paths):
@@ -241,7 +271,7 @@ def testDocstringsNameThingsByNouns(package):
 
 
 @pytest.mark.parametrize('package', ['lingvo_gpipe', 'params', 'tasks', 'tests', 'tools'])
-def testDocstringsAndCommentsUsePlainPhrases(package):
+def testTextAndTestNamesUsePlainPhrases(package):
   places = list(_Phrases(_Files(package)))
   assert not places, '\n'.join(places)
 

@@ -235,7 +235,7 @@ def testCheckpointsAreKeptAtIntervalsOfTime(tmp_path, monkeypatch):
   assert _Steps(tmp_path) == [0, 3, 6, 7, 8]
 
 
-def testAProtectedCheckpointIsKeptUntilItIsNoLongerProtected(tmp_path):
+def testAProtectedCheckpointStaysUntilItsProtectionEnds(tmp_path):
   def Save(step, protected):
     saver = checkpointer.Checkpointer(tmp_path, max_to_keep=2)
     saver.Save(step, _Variables(step), {}, protected=protected)

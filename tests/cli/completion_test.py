@@ -71,7 +71,7 @@ def testKeysOfExperiments(complete):
   assert complete('trainer --model=lm.stdlib.') == keys
 
 
-def testKeysAreThoseOfTheDirectoryAndOfNamedPackages(complete, tmp_path):
+def testKeysComeFromTheDirectoryAndFromNamedPackages(complete, tmp_path):
   for package, name in (('params', 'Toy'), ('others', 'Other')):
     (tmp_path / package).mkdir()
     (tmp_path / package / '__init__.py').write_text('')

@@ -125,7 +125,7 @@ def testRootDefaults():
   assert p.params_init == WeightInit.Xavier()
 
 
-def testChildrenInheritParamsThatAreNone():
+def testChildrenInheritParamsThatTheyLeaveNone():
   values = {
     'dtype': tf.float64,
     'fprop_dtype': tf.bfloat16,
@@ -366,7 +366,7 @@ def testParamsOfAnotherClassRaise():
 
 
 @pytest.mark.parametrize('name', ['FProp', 'FPropSkips'])
-def testFPropIsNoFunctionOfTensorFlow(name):
+def testFPropMayNotBeATfFunction(name):
   """Its trace lost auxiliary losses and sums of other calls."""
   with pytest.raises(TypeError, match=naming.Naming(f'Decorated.{name}', 'tf.function')):
     type('Decorated', (base_layer.BaseLayer,), {name: tf.function(lambda self, theta, x: x)})

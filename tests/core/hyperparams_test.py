@@ -290,7 +290,7 @@ def testTextForNestedParamsRaises():
   assert 'is None, in place of Params' in _Message(ValueError, p.FromText, 'task.train:5')
 
 
-def testTypeOfTheDefaultCountsIfTheValueIsNone():
+def testTypeOfTheDefaultReplacesATypeOfNone():
   p = _Leaf(rate=0.5).Set(rate=None).FromText('rate:1')
   assert p.rate == 1.0 and type(p.rate) is float
 

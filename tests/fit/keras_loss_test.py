@@ -278,7 +278,7 @@ def _Fit(make, x, y, num_micro_batches=2, **compiled):
   return keras_fits.Fit(pipe, x, y, lambda: compiled, batch_size=6, epochs=1)
 
 
-def testALossThatIsNoScalarIsRefused():
+def testALossMustBeAScalar():
   with pytest.raises(ValueError, match=naming.Naming('reduction', 'None', 'sum')):
     _Fit(keras_fits.Mlp, X, Y, loss=_Squares(None))
 

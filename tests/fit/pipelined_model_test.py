@@ -482,7 +482,7 @@ def testAMetricBeginsAsItWasMade():
   assert Results(_Made()) == Results(keras_fits.Mlp())
 
 
-def testABatchIsNoBias():
+def testABatchIsNotTakenForABias():
   """Keras adds [3, 1] to [3, 3] as if it was [3]: to three rows of known number, three channels."""
 
   def Make():

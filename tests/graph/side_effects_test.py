@@ -171,7 +171,7 @@ def testSideEffectsRaiseUnderATapeAndInTheLoss():
   ],
 )
 @pytest.mark.parametrize('schedule, policy', [('zb_h1', 'stage'), ('1f1b', 'none')])
-def testWeightsThatAreNoArgumentsRaise(cls, path, schedule, policy):
+def testWeightsMustBeArguments(cls, path, schedule, policy):
   stack = _Stack(cls.Params(), schedule=schedule, remat_policy=policy)
   with pytest.raises(ValueError, match=naming.Naming('stack.layers[2]', path, 'theta')):
     stacks.Train(stack, (_X(),), _Side())

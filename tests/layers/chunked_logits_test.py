@@ -73,7 +73,7 @@ def testStatisticsEqualTheirDefinitions():
 
 
 @pytest.mark.parametrize('chunk_size, expected', [(4, 4), (100, 12)])
-def testNoMoreLogitsThanThoseOfAChunkExist(chunk_size, expected):
+def testAtMostTheLogitsOfAChunkExist(chunk_size, expected):
   sizes = []
 
   def Recorded(weights, inputs):

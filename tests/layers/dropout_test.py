@@ -63,7 +63,7 @@ def testXlaAndEagerAndGraphAreBitEqual(dtype):
 
 @pytest.mark.parametrize('xla', [False, True])
 @pytest.mark.parametrize('seed', [(0, 0), (-(2**63), 2**63 - 1), (10**18, 7 * 2**20 + 3)])
-def testRandomBitsAreThoseOfPhilox(seed, xla):
+def testRandomBitsComeFromPhilox(seed, xla):
   """Numbers of another generator would change every run that is resumed, and differ on a GPU."""
   seed = tf.constant(seed, tf.int64)
   expected = tf.random.stateless_uniform([3, 5], seed, None, None, tf.uint32, alg='philox')

@@ -141,7 +141,7 @@ def testARunResumesInAnotherCut():
     np.testing.assert_allclose(weight, learner_stages.Weights(straight)[path], rtol=1e-6)
 
 
-def testLearningRatesAreThoseOfTheNextUpdate():
+def testLearningRatesBelongToTheNextUpdate():
   stages = learner_stages.Stages()
   built, update = learner_stages.Build(_Two(), stages)
   for step in range(3):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Auxiliary losses of any layer: in the gradients with their own coefficients, and reported.
 
-`layer_state_test` has them under each schedule and policy, under XLA and on one device's stages.
+`layer_statistics_test` has them under each schedule and policy, under XLA and in stages on one
+device.
 """
 
 import sys

@@ -47,7 +47,7 @@ def _Expected(head):
     (embedding.SharedSoftmaxLayer, 10, {'schedule': 'zb_h1'}),
   ],
 )
-def testLossAndGradientsEqualThoseOfWholeLogits(head, chunk_size, options):
+def testLossAndGradientsEqualWholeLogits(head, chunk_size, options):
   stack = stacks.MakeStack(_Sub(chunk_size, head), num_stages=2, num_micro_batches=3, **options)
   sums, gradients = _Run(stack, *_Batch())
   expected_sums, expected = _Expected(head)

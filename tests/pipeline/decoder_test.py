@@ -140,7 +140,7 @@ def testTheLastPositionAlone():
   np.testing.assert_allclose(last, x[:, -1:], rtol=0, atol=1e-12)
 
 
-def testReorderedStatesGoOnAsTheirRows():
+def testReorderedStatesContinueAsTheirRows():
   """Rows move between micro-batches, on their stage's device, and may be more or fewer."""
   stack, prompts = _Shared(), _Ids(3, _PROMPT)
   for rows in ([2, 0, 0, 1, 2, 2, 1], [1], [2, 1, 0]):

@@ -102,7 +102,7 @@ def _CostsOfHead(num_shards, is_tied):
     for j, head in enumerate(_HEADS)
   ],
 )
-def testPredictionsAreThoseOfTheCut(
+def testPredictionsEqualTheCut(
   schedule, num_devices, policy, offload, num_replicas, num_shards, is_tied, vocabulary
 ):
   """Ends, slices, work, bytes and time of a plan and of the stack that its overrides make."""

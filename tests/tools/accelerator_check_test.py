@@ -104,7 +104,7 @@ def testACheckPasses(name, capsys):
   assert rows and all(row['pass'] for row in rows), rows
 
 
-def testMemoryOfAnAcceleratorIsThatOfItsAllocator(monkeypatch, capsys):
+def testMemoryOfAnAcceleratorComesFromItsAllocator(monkeypatch, capsys):
   """Stand-ins for accelerators, whose allocators have 1.5 and 3 times the predicted peaks."""
   monkeypatch.setattr(checks.Place, 'is_cpu', False)
   monkeypatch.setattr(checks, '_MEMORY_SIZES', {'dim': 8, 'batch': 64})

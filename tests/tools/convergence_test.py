@@ -41,7 +41,7 @@ def testCurvesAreEqual(results, devices, monkeypatch):
       assert curve == pytest.approx(first, rel=1e-5)
 
 
-def testTheTableIsThatOfThePage(results):
+def testTheTableEqualsThePage(results):
   """The first losses are equal, and so is the form of each line.
 
   The losses of the transformer depend on the sources of Python.

@@ -261,7 +261,7 @@ def testAModelOfOneTaskHasNoTaskNames(forks, tmp_path):
   assert f'{processes.MODEL} has one task; ' in line
 
 
-def testAProgramOfOneTaskEqualsThatOfASingleTaskModel(tmp_path):
+def testAProgramOfOneTaskEqualsASingleTaskModel(tmp_path):
   """Bit for bit, through the whole program, except for names."""
   single = training.Params(max_steps=5)
   training.Train(tmp_path / 'single', single)

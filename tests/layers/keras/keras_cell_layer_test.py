@@ -43,7 +43,7 @@ def testBatchNormalizationOfOneMicroBatchEqualsKeras():
   keras_fits.CheckFit(_Normalised, X, Y, _Squares, ((2, 1),), batch_size=4)
 
 
-def testMovingAveragesAreThoseOfAllRows():
+def testMovingAveragesFollowAllRows():
   """Seven rows make micro-batches of unequal sizes; the first layer sees the same rows anyway."""
   pipe = _Compiled(_Normalised, 2, 3)
   norm = next(x for x in pipe.model.layers if isinstance(x, layers.BatchNormalization))

@@ -2,7 +2,7 @@
 """The policy `layer`: its residuals, one layer recomputed at a time, and the saved memory.
 
 That the gradients are right under it, engine_schedules_test and its neighbours show; how many
-products it takes, recomputation_test.
+products it takes, executed_products_test.
 """
 
 import sys

@@ -119,7 +119,7 @@ def testTheTaskBeginsAtAPreset(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['GPT9CausalLM', 'GPT2Backbone', '__init__'])
-def testAClassThatIsNoCausalLmIsRefused(name):
+def testTheClassMustBeACausalLm(name):
   with pytest.raises(ValueError, match=naming.Naming('keras_class', name)):
     _Params(keras_class=name).Instantiate()
 

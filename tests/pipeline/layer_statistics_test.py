@@ -274,7 +274,7 @@ def _FiveStepsOfSgd(num_stages, num_micro_batches):
   return states, evaluations
 
 
-def testAfterSomeStepsEvaluationIsCloseToThatOfOneMicroBatch():
+def testAfterSomeStepsEvaluationIsCloseToOneMicroBatch():
   """Not the same, for a micro-batch is normalised by its own statistics."""
   (_, whole), (_, parts) = (_FiveStepsOfSgd(*n) for n in ((1, 1), (2, 4)))
   np.testing.assert_allclose(parts[0], whole[0], rtol=1e-12)

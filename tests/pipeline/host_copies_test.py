@@ -126,7 +126,7 @@ def testAScheduleMayHaveCopiesOfItsOwn():
     stacks.MakeStack([layer] * 2, **options, offload=0.5)
 
 
-def testTheHostIsThatOfTheDevice():
+def testCopiesGoToTheHostOfTheDevice():
   copies = host_copies.HostCopies()
   assert copies.HostOf('/device:GPU:3') == '/device:CPU:0'
   worker = '/job:worker/replica:0/task:5'
