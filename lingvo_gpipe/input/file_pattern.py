@@ -11,6 +11,9 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import files
 
+# Version of `Lines`: tokens in a cache of another version are made again.
+LINES_VERSION = 2
+
 _READ_AT_ONCE = 1 << 24
 
 

@@ -44,7 +44,7 @@ class _ParallelFiles(parallel_text.ParallelText):
     return self._Where('pair_files' if languages else 'file_pattern')
 
   def _SourceParts(self) -> list[Any]:
-    return [type(self).__name__] + [
+    return [type(self).__name__, file_pattern.LINES_VERSION] + [
       (languages, os.path.basename(path), file_pattern.Digest(path, self._FilesParam(languages)))
       for languages, path in self._Files()
     ]
