@@ -145,7 +145,7 @@ def Run() -> int:
     raise ValueError('--output_dir is needed: the directory of the report')
   names = program.Names('checks', checks.CHECKS) if FLAGS.checks else list(checks.CHECKS)
   folder = os.path.abspath(FLAGS.output_dir)
-  for name in checks.RUNS:  # Of an earlier call: a run would resume.
+  for name in checks.RUNS:  # Runs of an earlier call would resume.
     shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
   os.makedirs(folder, exist_ok=True)
   rows: list[dict[str, Any]] = []

@@ -34,7 +34,7 @@ class _WorkerError(Exception):
 
 def DefineFlags() -> None:
   """Defines the flags; all have defaults that together take less than 8 minutes."""
-  flags.DEFINE_list('workloads', ['a', 'b'], 'Of a, b, c and d.')
+  flags.DEFINE_list('workloads', ['a', 'b'], 'The workloads to measure: a, b, c or d.')
   flags.DEFINE_multi_string('size', [], 'Changes a size, such as a.dim=64 or b.chunk=0,256.')
   flags.DEFINE_list('num_stages', ['1', '2'], 'The numbers of stages K.')
   flags.DEFINE_list('num_micro_batches', ['8'], 'The numbers of micro-batches M.')

@@ -260,8 +260,8 @@ def _WarnOfUnwritten(
     classes = literals.Unwritten(value)
     if classes and path not in changed and not any(p.fullmatch(path) for p in harmless):
       logging.warning(
-        '%s cannot be compared with its value in the run, because it holds a %s, of which Params '
-        'record only the class: see that it is the same. A dataclass can be compared',
+        '%s cannot be compared with its value in the run, because it holds a %s: Params record '
+        'only its class. Check that it is unchanged; a dataclass would be compared',
         path,
         ', a '.join(sorted(set(classes))),
       )

@@ -91,5 +91,5 @@ def _PrintKeys(line: str) -> None:
 
 
 if __name__ == '__main__':
-  sys.path.insert(0, '')  # After the imports, which would run a file of the working directory.
+  sys.path.insert(0, '')  # Only now: the imports could load a file of the working directory.
   _PrintKeys(sys.argv[1])

@@ -372,7 +372,7 @@ class Params(params_tree.Node):
       if param and param.domain:
         if current is not None and text.strip() == literals.WriteValue(current):
           return current
-        # An integer stays one where other numbers would do, too.
+        # An integer stays an integer even if the domain allows other numbers.
         is_int = type(like) is int and text.strip().lstrip('+-').isdecimal()
         like = like if is_int or param.domain.like is None else param.domain.like
         return params_text.ParseValue(text, like, path, type_name)

@@ -210,7 +210,7 @@ class _Writer:
     parts = [_CodeParts(value.__code__), captured, value.__defaults__, value.__kwdefaults__]
     try:
       digest = _Digest(self.Write(parts).encode('utf-8', 'surrogatepass'))
-    except RecursionError:  # A value that it captured contains itself.
+    except RecursionError:  # A captured value contains itself.
       self.unwritten.append(path)
       return path
     finally:
@@ -282,7 +282,7 @@ def _Parts(value: Any) -> Sequence[Any] | None:
     return None if '<' in reduced else [reduced]
   make, arguments, *more = reduced
   state = more[0] if more else None
-  # Attributes may be of this process, such as the number of a thread.
+  # Attributes may hold values of this process alone, such as the number of a thread.
   if any(isinstance(x, dict) for x in (state if isinstance(state, tuple) else [state])):
     return None
   items = [list(x) for x in more[1:] if x is not None]

@@ -126,7 +126,7 @@ class Supervisor:
     self._signals = stop_request.Signals()
 
   def Run(self) -> int:
-    """Returns the exit status of this process and, in each child, the exit status of the child."""
+    """Supervises the children; returns the exit status, in a forked child of the child's work."""
     for number in self._signals:
       signal.signal(number, self._Forward)
     num_in_a_row, progress = 0, self._work.GetProgress()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data of a task of KerasHub: raw text or images, which the task preprocesses.
 
-KerasHub's tasks override `fit` and its kin: these preprocess their data and pass them to Keras's
-methods. The pipeline of a task needs the same data, so here KerasHub's methods run with other
-methods in the place of Keras's, which return their arguments.
+KerasHub's tasks override `fit`, `evaluate` and `predict`: these preprocess their data and pass them
+to Keras's methods. The pipeline of a task needs the same data, so here KerasHub's methods run with
+substitutes for Keras's, which return their arguments.
 """
 
 from __future__ import annotations

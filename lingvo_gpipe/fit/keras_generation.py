@@ -93,7 +93,7 @@ class GenerationSteps:
   def _Extend(self, *args: Any, **kwargs: Any) -> Any:
     return self._Call(self._Join, *args, **kwargs)
 
-  def _Call(self, prepare: Callable[[Any, _Placement], Any], *args: Any, **kwargs: Any) -> Any:
+  def _Call(self, prepare: Callable[[Any, _DeviceFunction], Any], *args: Any, **kwargs: Any) -> Any:
     """Runs the model's `call_with_cache`; to be traced.
 
     Args:
@@ -105,7 +105,7 @@ class GenerationSteps:
       The results of `call_with_cache`, with the cache in pieces.
     """
     call = self._signature.bind(*args, **kwargs)
-    placement = _Placement(self._devices)
+    placement = _DeviceFunction(self._devices)
     with tf.zeros([]).graph.device(placement):
       weights = [(v, placement.Read(v.value)) for v in self._model.variables]
       call.arguments['cache'] = prepare(call.arguments['cache'], placement)
@@ -118,7 +118,7 @@ class GenerationSteps:
     ]
     return logits, hidden_states, keras.tree.pack_sequence_as(self._structure, pieces)
 
-  def _Join(self, cache: Any, _: _Placement) -> Any:
+  def _Join(self, cache: Any, _: _DeviceFunction) -> Any:
     """Returns the cache of the call before in the structure that the model expects."""
     flat = iter(keras.tree.flatten(cache))
     tensors = []
@@ -131,7 +131,7 @@ class GenerationSteps:
     return keras.tree.pack_sequence_as(self._structure, tensors)
 
 
-class _Placement:
+class _DeviceFunction:
   """A device function: an operation runs where its weights are, or else where its inputs are."""
 
   def __init__(self, devices: Sequence[str]) -> None:
@@ -200,7 +200,7 @@ class _Stack:
 class _NewStack(_Stack):
   """Makes zeros when they are asked for, where the last layer has run."""
 
-  def __init__(self, zeros: tf.Tensor, placement: _Placement) -> None:
+  def __init__(self, zeros: tf.Tensor, placement: _DeviceFunction) -> None:
     self._placement = placement
     self.shape = zeros.shape
     self.dtype = zeros.dtype
@@ -220,7 +220,7 @@ class _NewStack(_Stack):
 tf.register_tensor_conversion_function(_Stack, lambda x, *_, **__: x.Whole())
 
 
-def _NewCache(cache: Any, placement: _Placement) -> Any:
+def _NewCache(cache: Any, placement: _DeviceFunction) -> Any:
   """Returns an empty cache whose zeros are made layer by layer."""
 
   def New(x: tf.Tensor) -> Any:

@@ -7,7 +7,7 @@
     pipe.fit(dataset)
     pipe.save('model.keras')
 
-The class has Keras's names, for it takes the place of a keras.Model.
+The class has Keras's names, because it replaces a keras.Model.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class _ShardedLayer(base_layer.BaseLayer):
 
   @property
   def class_shards(self) -> Sequence[base_layer.BaseLayer]:
-    """The shards; see BaseLayer."""
+    """The shards; see PipelineElement."""
     return self.shards if self.params.num_shards > 1 else ()
 
   def ThetaFrom(self, variables: nested_map.NestedMap) -> nested_map.NestedMap:
@@ -337,7 +337,7 @@ class _SoftmaxLayer(_ShardedLayer):
 
   @property
   def class_axes(self) -> Mapping[str, int]:
-    """The axis of the classes of each weight; see BaseLayer."""
+    """The axis of the classes of each weight; see PipelineElement."""
     return {
       f'shards[{i}].{name}': axis
       for i, shard in enumerate(self.class_shards)
@@ -363,7 +363,7 @@ class _SoftmaxLayer(_ShardedLayer):
 
   @property
   def loss_takes_inputs(self) -> bool:
-    """Whether a loss takes `ForLoss` of the inputs; see BaseLayer."""
+    """Whether a loss takes `ForLoss` of the inputs; see PipelineElement."""
     return self.params.chunk_size > 0
 
   def ForLoss(
@@ -410,7 +410,7 @@ class SimpleFullSoftmax(_SoftmaxLayer):
 
   @property
   def class_axes(self) -> Mapping[str, int]:
-    """The axis of the classes of each weight; see BaseLayer."""
+    """The axis of the classes of each weight; see PipelineElement."""
     if not self._is_separable or self.class_shards:
       return super().class_axes
     return {'linear.w': 1, 'linear.b': 0} if self.params.use_bias else {'linear.w': 1}
@@ -433,7 +433,7 @@ class SharedSoftmaxLayer(_SoftmaxLayer):
 
   @property
   def class_axes(self) -> Mapping[str, int]:
-    """The axis of the classes of each weight; see BaseLayer."""
+    """The axis of the classes of each weight; see PipelineElement."""
     if not self._is_separable or self.class_shards:
       return super().class_axes
     return {'emb': 0, 'b': 0}

@@ -320,9 +320,9 @@ class PipelineEngine:
     shares = replicas.Shares(len(micro_batches), len(self.replicas))
     if not do_eval and self.sums_statistics and len(shares[0]) != len(shares[-1]):
       raise ValueError(
-        f'statistics over {len(shares)} replicas need as many micro-batches in each, got '
-        f'{len(micro_batches)} in all: take batches of no fewer rows than micro-batches, or '
-        'over_replicas=False'
+        f'statistics over {len(shares)} replicas need the same number of micro-batches in each, '
+        f'got {len(micro_batches)} in total: use batches with at least as many rows as '
+        'micro-batches, or over_replicas=False'
       )
     walks = []
     for r, (replica, share) in enumerate(zip(self.replicas, shares, strict=True)):
@@ -562,15 +562,15 @@ class PipelineEngine:
     ]
 
   def MakeAccumulators(
-    self, beside: Callable[[tf.Variable, Callable[[], tf.Variable]], tf.Variable] | None = None
+    self, reuse: Callable[[tf.Variable, Callable[[], tf.Variable]], tf.Variable] | None = None
   ) -> None:
     """Allocates the gradient accumulators on their stages' devices; once, outside any graph.
 
     `Accumulate` does so too, but TensorFlow traces a tf.function that makes variables twice.
 
     Args:
-      beside: called as beside(variable, make): returns make(), or an accumulator that the variable
-        has already.
+      reuse: called as reuse(variable, make): returns the variable's existing accumulator, or
+        make().
     """
     for s in self._AllStages():
       if s.accumulators or s.mirror_accumulators:
@@ -578,11 +578,11 @@ class PipelineEngine:
       with tf.init_scope(), tf.device(s.device):
         for v in s.trained.values():
           make = functools.partial(weight_params.NewAccumulator, v)
-          s.accumulators.append(beside(v, make) if beside else make())
+          s.accumulators.append(reuse(v, make) if reuse else make())
         s.mirror_accumulators = [weight_params.NewAccumulator(v) for v in s.mirrors.values()]
 
   def DropAccumulators(self) -> None:
-    """Lets go of the accumulators of all replicas; traces may live longer than they are needed."""
+    """Releases the accumulators of all replicas. Traces may outlive them."""
     for s in self._AllStages():
       s.accumulators.clear()
       s.mirror_accumulators.clear()
@@ -604,8 +604,8 @@ class PipelineEngine:
 def _EndWithTheDevice(stages: Sequence[stage_lib.Stage], walk: emission.Emission) -> None:
   """Makes gradients of stages that share a device wait for the last action there.
 
-  Else their sums over the replicas could start among the statistics' sums of the device's other
-  stages, in each replica at another point.
+  Otherwise the replicas could interleave the sums of these gradients with sums of statistics, each
+  in another order.
   """
   last_of_device = {s.device: s for s in stages if s.accumulators}
   for device, s in last_of_device.items():

@@ -49,9 +49,9 @@ class Gradient(NamedTuple):
 class _LookUps(enum.Enum):
   """The rows that a table is looked up for, if there are more examples."""
 
-  PROPORTIONAL = 'as many for each example'
+  PROPORTIONAL = 'a fixed number for each example'
   CONSTANT = 'the same'
-  CONSTANT_NUMBER = 'as many, which may be others'
+  CONSTANT_NUMBER = 'a fixed number, of varying rows'
   MIXED = 'some of each kind, or an unknown number'
 
 

@@ -140,7 +140,7 @@ def _TakesStatistics(
 
   try:
     tf.function(Traced, autograph=False).get_concrete_function(list(call.specs), side_specs)
-  except Exception:  # It takes the logits as a tensor, or weights: whatever that raises.
+  except Exception:  # A loss that reads logits or weights raises errors of any kind.
     return False
   return bool(requests)
 

@@ -89,7 +89,7 @@ class Prediction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class GridBest:
   """The best choice with R replicas of K devices, without a simulation.
 
   Attributes:
@@ -110,7 +110,7 @@ class Result:
   Attributes:
     best: the fastest plan that fits into memory; None if no choice fits.
     rows: a good plan for each of the best grids, the fastest first.
-    cells: {(R, K): its cell}.
+    by_grid: {(R, K): the best choice of this grid}.
     least_bytes: the least `peak_bytes` of the choices that were cut.
     num_choices: number of choices in the space.
     num_simulated: number of simulated choices.
@@ -118,7 +118,7 @@ class Result:
 
   best: Prediction | None
   rows: tuple[Prediction, ...]
-  cells: dict[tuple[int, int], Cell]
+  by_grid: dict[tuple[int, int], GridBest]
   least_bytes: float
   num_choices: int
   num_simulated: int
@@ -180,20 +180,20 @@ class Planner:
         f'with {self.devices.num_devices} devices, {num_layers} layers and {self.global_batch} '
         'examples'
       )
-    cells = {grid: self._MakeCell(choices) for grid, choices in choices_by_grid.items()}
+    by_grid = {grid: self._BestOfGrid(choices) for grid, choices in choices_by_grid.items()}
     best = self._FindFastest([c for choices in choices_by_grid.values() for c in choices])
-    grids = sorted((g for g in grids if cells[g].best), key=lambda g: cells[g].bound)[:num_rows]
+    grids = sorted((g for g in grids if by_grid[g].best), key=lambda g: by_grid[g].bound)[:num_rows]
     rows = [] if best is None else [best]
     for grid in grids:
-      choice = cells[grid].best
+      choice = by_grid[grid].best
       if choice is not None and best is not None and grid != best.choice.grid:
         rows.append(self.Predict(choice))
     rows.sort(key=lambda row: row.seconds)
     return Result(
       best=best,
       rows=tuple(rows[:num_rows]),
-      cells=cells,
-      least_bytes=min(cell.least_bytes for cell in cells.values()),
+      by_grid=by_grid,
+      least_bytes=min(each.least_bytes for each in by_grid.values()),
       num_choices=num_choices,
       num_simulated=len(self._simulated),
     )
@@ -250,21 +250,21 @@ class Planner:
     num_parts = vocabulary.num_parts if vocabulary else 0
     return plan_choice.Choices(self.space, num_layers, grid, self.global_batch, num_parts)
 
-  def _MakeCell(self, choices: Sequence[Choice]) -> Cell:
-    """Returns the cell with the choice of the least bound with a cut; simulates nothing."""
+  def _BestOfGrid(self, choices: Sequence[Choice]) -> GridBest:
+    """Returns the choice of the least bound that has a cut; simulates nothing."""
     least = math.inf
     queue = self._Queue(choices)
     while queue:
       bound, rank, is_cut, choice = heapq.heappop(queue)
       if is_cut:
-        return Cell(choice, bound * model_costs.TICK, least)
+        return GridBest(choice, bound * model_costs.TICK, least)
       if self._IsPointless(choice):
         continue
       fitted = self._Fit(choice)
       least = min(least, max(fitted.memory))
       if fitted.fits:
         heapq.heappush(queue, (_Round(max(bound, fitted.bound)), rank, True, choice))
-    return Cell(None, math.inf, least)
+    return GridBest(None, math.inf, least)
 
   def _FindFastest(self, choices: Iterable[Choice]) -> Prediction | None:
     """Returns the fastest choice that fits, or None if no choice fits."""

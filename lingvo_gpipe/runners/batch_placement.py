@@ -142,7 +142,7 @@ class Placement:
     batch is in use.
     """
     if isinstance(source, bucketed_input.BucketedInput):
-      parts = self._Planned(source, start)
+      parts = self._BucketedParts(source, start)
     else:
       parts = self._Read(source, start)
     # Counts the batches: at the end of the data TensorFlow would print an error of the worker.
@@ -226,7 +226,7 @@ class Placement:
 
     return Parts
 
-  def _Planned(
+  def _BucketedParts(
     self, source: bucketed_input.BucketedInput, start: int
   ) -> Callable[[], Iterator[_Parts]]:
     """Returns a function that iterates over bucketed batches, which workers make of row numbers."""

@@ -238,7 +238,7 @@ def testFindsThePlanOfAnExhaustiveSearch(seed):
   assert (result.best is None) == (least is None)
   assert result.best is None or result.best.seconds == pytest.approx(least, rel=2e-6)
   for p in every:
-    assert result.cells[p.choice.grid].bound <= p.seconds * (1 + 1e-8) or p not in fitting
+    assert result.by_grid[p.choice.grid].bound <= p.seconds * (1 + 1e-8) or p not in fitting
     assert plans._Bound(p.choice) * model_costs.TICK <= p.seconds * (1 + 1e-8)
     assert p.work + p.bubble + p.communication + p.update == pytest.approx(p.seconds)
 

@@ -116,7 +116,7 @@ def testFindsThePlanOfAnExhaustiveSearch(seed):
   assert result.rows[0] == result.best and result.num_simulated < len(every)
   for p in every:
     # A bound is not above the simulated time but for rounding to ticks, and the parts add up to it.
-    assert result.cells[p.choice.grid].bound <= p.seconds * (1 + 1e-8) or p not in fitting
+    assert result.by_grid[p.choice.grid].bound <= p.seconds * (1 + 1e-8) or p not in fitting
     assert p.work + p.bubble + p.communication + p.update == pytest.approx(p.seconds)
 
 
@@ -251,7 +251,7 @@ def testGradientsAreNotSentToFrozenStages():
   )
   result = planner.Planner(costs, slow, 1, space).Search()
   assert result.best.ends[0] >= 2 and 0.1 < result.best.seconds < 0.2
-  assert result.cells[1, 2].bound <= result.best.seconds * (1 + 1e-9)
+  assert result.by_grid[1, 2].bound <= result.best.seconds * (1 + 1e-9)
 
 
 def testSlowLinksBetweenHostsOnlyCarryGradients():
@@ -296,7 +296,7 @@ def testThePolicyOfEachStageIsPredicted():
 def testNothingFits():
   result = planner.Planner(_Even(), _Devices(memory_bytes=100), 8).Search()
   assert result.best is None and result.least_bytes > 100
-  assert all(cell.best is None for cell in result.cells.values())
+  assert all(entry.best is None for entry in result.by_grid.values())
 
 
 def testNeighboursDifferInOneRespect():

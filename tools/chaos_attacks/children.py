@@ -66,7 +66,7 @@ class Child:
     self.pid = os.fork()
     if not self.pid:
       self._Run(run)
-    with contextlib.suppress(OSError):  # Both do it: neither may come too late.
+    with contextlib.suppress(OSError):  # Parent and child set the group, so that it is set in time.
       os.setpgid(self.pid, self.pid)
 
   def _Run(self, run: Callable[[], None]) -> None:

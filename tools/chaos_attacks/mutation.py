@@ -11,7 +11,7 @@ import random
 import shutil
 from typing import Any
 
-# Parts with a meaning to one of the readers.
+# Text that some reader treats specially.
 _PARTS = [
   ':', ';', '\n', '\\', "'", '"', '"""', '[', ']', '(', ')', '{', '}', ',', '=', '.', '#', '/', '-',
   'None', 'nan', '-inf', '1e999', '9' * 400, '-1', '0', '1e30', '2147483648', 'True', 'type/',

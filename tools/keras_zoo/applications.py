@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family of keras.applications, at a small image size and a hundredth of the classes.
 
-The deep ones have fewer blocks than their published members, for tracing takes most of the time.
+The deep ones have fewer blocks than their published members, because tracing takes most of the
+time.
 """
 
 from __future__ import annotations

@@ -115,12 +115,12 @@ def Grid(result: planner.Result) -> str:
   Simulated times stand as they are; a `>` marks a lower bound.
   """
   simulated = {row.choice.grid: SecondsText(row.seconds) for row in result.rows}
-  rs, ks = (sorted({grid[i] for grid in result.cells}) for i in range(2))
+  rs, ks = (sorted({grid[i] for grid in result.by_grid}) for i in range(2))
   cells = [('R \\ K', *map(str, ks))]
   for r in rs:
     row = [str(r)]
     for k in ks:
-      cell = result.cells.get((r, k))
+      cell = result.by_grid.get((r, k))
       if cell is None:
         row.append('')
       elif cell.best is None:

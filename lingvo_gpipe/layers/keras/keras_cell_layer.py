@@ -188,7 +188,7 @@ class KerasCellLayer(base_layer.BaseLayer):
 
   @property
   def class_axes(self) -> Mapping[str, int]:
-    """The axis of the classes of each weight if the vocabulary is shared out; see BaseLayer."""
+    """The axis of the classes of each weight, with a shared vocabulary; see PipelineElement."""
     if not self.params.shares_vocabulary:
       return {}
     variables = self._keras_variables

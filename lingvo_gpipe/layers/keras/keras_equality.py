@@ -95,7 +95,7 @@ class _Comparison:
   def _AreAlike(self, a: Any, b: Any) -> bool:
     if isinstance(a, keras.Variable):
       if self._tracked is not None and not self._tracked >= {id(a), id(b)}:
-        return a is b  # A trace keeps the variable itself.
+        return a is b  # A trace refers to this variable, so an equal one does not do.
       return _Spec(a) == _Spec(b) and self.AreEqual(a.regularizer, b.regularizer)
     if isinstance(a, (list, tuple)):
       return len(a) == len(b) and all(map(self.AreEqual, a, b))

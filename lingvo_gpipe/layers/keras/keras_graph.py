@@ -89,7 +89,7 @@ def CheckSizes(graph: keras_nodes.Graph, x: Any) -> None:
 
 
 def Opened(graph: keras_nodes.Graph, num_stages: int) -> keras_nodes.Graph:
-  """Returns a graph with large layers of users opened: the calls inside in the place of theirs.
+  """Returns a graph in which the calls inside large layers of users replace these layers.
 
   Args:
     graph: the graph.
@@ -177,7 +177,7 @@ class _Opener:
     if not _IsComposite(layer) or _NumWeights(layer.variables) <= self._large:
       return None
     try:
-      if self._has_masks:  # Keras may set masks that the calls alone do not.
+      if self._has_masks:  # The inner calls alone might lose masks that Keras sets.
         raise ValueError('the model has masks')
       return _TraceInside(node)
     except (TypeError, ValueError) as e:
@@ -218,7 +218,7 @@ def _TraceInside(node: keras_nodes.Node) -> keras_nodes.Graph:
   args, kwargs = keras.tree.map_structure(_Symbol, (node.args, node.kwargs))
   graph = keras_trace.Trace(layer, args, kwargs, modes)
   if [(v.shape, v.dtype) for v in graph.outputs] != [(v.shape, v.dtype) for v in node.outputs]:
-    raise ValueError('it has other outputs when traced')
+    raise ValueError('its traced outputs have other shapes or dtypes')
   return graph
 
 

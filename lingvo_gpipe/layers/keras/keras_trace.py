@@ -222,7 +222,7 @@ def Trace(
       raise ValueError(
         f'{type(layer).__name__}.call{a.line} gives a layer the mode of training in evaluation only'
       )
-    # A mode that follows the argument is the mode of the whole model.
+    # If the mode differs between the traces, the layer follows the mode of the whole model.
     nodes.append(dataclasses.replace(a, training=a.training if a.training == b.training else None))
   return dataclasses.replace(first, nodes=tuple(nodes))
 

@@ -335,7 +335,7 @@ class _Front:
       if not best or point[1] < best[-1][1]:
         best.append(point)
     if len(best) > _MAX_FRONT:
-      # The cheapest point of each of as many ranges of bytes, and the smallest of all.
+      # The cheapest point of each of `_MAX_FRONT - 1` equal ranges of bytes, and the smallest.
       step = -(-(best[-1][0] - best[0][0]) // (_MAX_FRONT - 1))
       last_of_range = {-(-(point[0] - best[0][0]) // step): point for point in best}
       best = list(last_of_range.values())

@@ -134,7 +134,7 @@ def _Choose(stays: Sequence[_Stay], held: Sequence[int], most: int) -> list[_Sta
   chosen: list[_Stay] = []
   later = iter(sorted((s for s in stays if s.away), key=lambda s: s.away.start))
   following = next(later, None)
-  candidates: list[tuple[int, int, _Stay]] = []  # A heap: the last one to come back first.
+  candidates: list[tuple[int, int, _Stay]] = []  # A heap, the latest return first.
   num_away = 0
   back = [0] * (len(held) + 1)
   for position, count in enumerate(held):
@@ -147,7 +147,7 @@ def _Choose(stays: Sequence[_Stay], held: Sequence[int], most: int) -> list[_Sta
         return None
       stay = heapq.heappop(candidates)[2]
       if stay.away.stop <= position:
-        return None  # All others come back even earlier.
+        return None  # All other candidates return even earlier.
       chosen.append(stay)
       num_away += 1
       back[stay.away.stop] += 1

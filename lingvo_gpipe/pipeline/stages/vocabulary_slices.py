@@ -250,7 +250,7 @@ class LossMath(stage_math.StageMath):
 
 
 class _InSlices:
-  """What a loss gets in the place of theta: it would not find the weights that slices have."""
+  """Replaces theta in a loss, which cannot read weights that are in slices."""
 
   def __init__(self, path: str) -> None:
     self._path = path

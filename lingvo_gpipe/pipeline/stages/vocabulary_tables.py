@@ -38,7 +38,7 @@ class Table(stage.Stage):
 
 
 def CanShare(layer: base_layer.BaseLayer, head: base_layer.BaseLayer) -> bool:
-  """Whether the first layer is an embedding whose shards can be beside the softmax's."""
+  """Whether an embedding has shards that can share devices with the shards of the softmax."""
   return (
     isinstance(layer, embedding.EmbeddingLayer)
     # A class that overrides one of these may do something else with ids than look them up.
