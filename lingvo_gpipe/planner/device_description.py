@@ -22,9 +22,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any
+
+from lingvo_gpipe.core import domain
 
 ALL_REDUCES = ('collective', 'send')
 TRANSFERS = ('overlap', 'occupy')
@@ -128,9 +129,7 @@ def FromMapping(values: Any, name: str = 'devices') -> Devices:
   for key in ('memory_bytes', 'flops_per_second', 'memory_bandwidth'):
     if key in read:
       read[key] = _Positive(read[key], f'{name}: {key}')
-  read['slowdown'] = _Positive(read.get('slowdown', 1.0), f'{name}: slowdown')
-  if read['slowdown'] < 1.0:
-    raise ValueError(f'{name}: slowdown: expected a number >= 1, got {read["slowdown"]:g}')
+  domain.Number(1).Check(f'{name}: slowdown', read.get('slowdown', 1.0))
   if 'to_host' in read:
     read['to_host'] = _Link(read['to_host'], f'{name}: to_host')
   read['within_host'] = _Link(read['within_host'], f'{name}: within_host')
@@ -144,11 +143,9 @@ def FromMapping(values: Any, name: str = 'devices') -> Devices:
   else:
     read['between_hosts'] = read['within_host']
   for key, choices in (('all_reduce', ALL_REDUCES), ('transfers', TRANSFERS)):
-    if read[key] not in choices:
-      raise ValueError(f'{name}: {key}: expected one of {", ".join(choices)}, got {read[key]!r}')
+    domain.OneOf(*choices).Check(f'{name}: {key}', read[key])
   for key in ('name', 'source'):
-    if not isinstance(read.get(key, ''), str):
-      raise ValueError(f'{name}: {key}: expected a text, got {read[key]!r}')
+    domain.STR.Check(f'{name}: {key}', read.get(key, ''))
   return Devices(**read)
 
 
@@ -174,22 +171,17 @@ def _CheckKeys(values: Any, known: set[str], required: tuple[str, ...], name: st
 def _Link(values: Any, name: str) -> Link:
   _CheckKeys(values, {'bandwidth', 'latency'}, ('bandwidth',), name)
   latency = values.get('latency', 0.0)
-  if not _IsNumber(latency) or not 0 <= latency < math.inf:
-    raise ValueError(f'{name}: latency: expected seconds >= 0, got {latency!r}')
+  domain.NOT_NEGATIVE.Check(f'{name}: latency', latency)
   return Link(_Positive(values['bandwidth'], f'{name}: bandwidth'), float(latency))
 
 
 def _Positive(value: Any, name: str) -> float:
-  if not _IsNumber(value) or not 0 < value < math.inf:
-    raise ValueError(f'{name}: expected a positive number, got {value!r}')
+  domain.POSITIVE.Check(name, value)
   return float(value)
 
 
 def _Count(value: Any, name: str) -> int:
-  if not _IsNumber(value) or value != int(value) or value < 1:
-    raise ValueError(f'{name}: expected an integer >= 1, got {value!r}')
+  if isinstance(value, float) and value.is_integer():
+    value = int(value)
+  domain.Int(1).Check(name, value)
   return int(value)
-
-
-def _IsNumber(value: Any) -> bool:
-  return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
