@@ -44,6 +44,14 @@ _PAGE_PHRASES = re.compile(
   )""",
   re.X,
 )
+# The same in docstrings and comments.
+_CODE_PHRASES = re.compile(
+  r"""(
+    ,\s+for\s+(it|they|there|nobody|no|we|you)\b | (?<=[.:;]\s)Else\b | ^Else\b | ;\s+else\b
+    | (?<=[.:;]\ )Of\s | ^(\#\ )?Of\s | \bto\s+be\s+had\b
+  )""",
+  re.X | re.M,
+)
 # A sentence that is longer is read twice; so is a page whose sentences are long in the mean.
 _MOST_WORDS = 30
 _MOST_MEAN_WORDS = 16.0
@@ -126,9 +134,11 @@ def _Phrases(paths):
     tree = ast.parse(source)
     # Strings of tests hold data, too.
     texts = _TestNames(tree) if _IsTest(path) else _Messages(tree)
-    for line, text in [*_Docstrings(tree), *_Comments(source), *texts]:
-      for match in _PHRASES.finditer(text):
-        yield f'{path}:{line}: {match[0]}'
+    prose = [*_Docstrings(tree), *_Comments(source)]
+    for patterns, places in (((_PHRASES, _CODE_PHRASES), prose), ((_PHRASES,), texts)):
+      for pattern in patterns:
+        for line, text in places:
+          yield from (f'{path}:{line}: {match[0]}' for match in pattern.finditer(text))
 
 
 def _IsTest(path):

@@ -168,7 +168,7 @@ def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hos
   # By the process that restarts the workers, and by the process that trains.
   assert done.stderr.count(f' at localhost:{chief}.\n') == 2
   assert 'cuInit' not in done.stderr  # The run does not ask for a GPU.
-  # Of the three workers, a process had used two.
+  # A process had used two of the three workers.
   assert [_NumRestarts(log) - n for log, n in zip(logs, before, strict=True)] == [1, 1, 0]
 
 

@@ -14,7 +14,7 @@ import os
 
 from absl import flags
 
-from lingvo_gpipe.cli import binary  # First, for it drops the messages of native code.
+from lingvo_gpipe.cli import binary  # First: it drops the messages of native code.
 
 # isort: split
 import tensorflow as tf

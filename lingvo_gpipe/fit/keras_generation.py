@@ -232,6 +232,6 @@ def _NewCache(cache: Any, placement: _DeviceFunction) -> Any:
 
 
 def _Pieces(tensor: tf.Tensor) -> Any:
-  """Returns the pieces of a tensor that was stacked from layers; else the tensor."""
+  """Returns the pieces of a tensor that was stacked from layers, or else the tensor."""
   is_stack = tensor.op.type == 'Pack' and tensor.op.get_attr('axis') == 1
   return tuple(tensor.op.inputs) if is_stack else tensor

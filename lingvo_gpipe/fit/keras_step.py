@@ -245,7 +245,7 @@ def _BesideInputs() -> contextlib.AbstractContextManager[Any]:
 def _OneByOne(optimizer: Any) -> Iterator[None]:
   """Lets each device update one weight after another, while traced.
 
-  Else it would hold the intermediate values of all updates at once, several times its weights.
+  Otherwise it would hold the intermediate values of all updates at once, several times its weights.
   """
   if tf.executing_eagerly():
     yield

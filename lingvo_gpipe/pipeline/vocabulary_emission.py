@@ -60,7 +60,7 @@ class VocabularyEmission(emission.Emission):
       micro_batches: the micro-batches of this replica.
       counter: see Emission.
       do_eval: see Emission.
-      with_loss: whether slices give statistics for a loss; else they give logits.
+      with_loss: whether slices give statistics for a loss; if not, they give logits.
       copies: see Emission.
       tables: the parts of the embedding, if that is shared out.
       is_dense: see Emission.

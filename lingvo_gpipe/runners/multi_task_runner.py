@@ -194,7 +194,7 @@ def MakeEvaluated(
   """Returns a runner that evaluates and decodes with a model of one or several tasks.
 
   Args:
-    model: the model. Of several tasks, the chosen ones with an input are placed.
+    model: the model. If it has several tasks, the chosen ones with an input are placed.
     devices: for each replica as many as the task with the most stages needs.
     saved: checkpoints of the run, if any, for cuts that depend on a measurement.
     num_replicas: number of copies of each pipeline.

@@ -278,7 +278,7 @@ class TransformerMt(task.BaseTask):
     """Translates a batch by beam search, through the pipeline with cached keys and values.
 
     Args:
-      input_batch: a batch. Of the target only the first ids are used: the start of a sentence, or
+      input_batch: a batch. Only the first ids of the target are used: the start of a sentence, or
         the target language.
     """
     pipeline = self.pipeline

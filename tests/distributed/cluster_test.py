@@ -134,7 +134,7 @@ def testEachGpuIsSplit(eight_gpus):
   c = cluster.Cluster.Create(4, logical_devices_per_gpu=2)
   assert c.devices == _Local('GPU', 4) and eight_gpus.visible == eight_gpus.physical[:2]
   limits = [[x.memory_limit for x in eight_gpus.logical[g]] for g in eight_gpus.visible]
-  assert limits == [[4096, 4096]] * 2  # Of what is free, after 1 GiB for CUDA.
+  assert limits == [[4096, 4096]] * 2  # Shares of the free memory, after 1 GiB for CUDA.
   assert naming.Names(c.Describe(), 'GPU 1', '9.0 of 16.0 GiB')
   assert cluster.Cluster.Create(4, logical_devices_per_gpu=2).devices == c.devices
   with pytest.raises(ValueError, match=naming.Naming('logical_devices_per_gpu', 1, 0)):

@@ -68,7 +68,7 @@ def testFitEqualsKeras(name):
 
 
 def testADeepModelHasThreeKindsOfStages():
-  """Of 4 blocks in four stages: the first, two inner ones that are alike, and the last."""
+  """4 blocks in four stages: the first, two inner ones that are alike, and the last."""
   backbone = MODELS.GPT2Backbone(**{**CONFIG, 'num_layers': 4})
   model = MODELS.GPT2CausalLM(backbone, preprocessor=None)
   pipe = keras_fits.Pipe(model, 4, schedule='1f1b')

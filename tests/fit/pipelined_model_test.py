@@ -343,7 +343,7 @@ def testWrongModelsAreRefused():
 
 @pytest.mark.parametrize('name', ['fit', 'predict', 'train_on_batch', 'metrics', '__call__'])
 def testOverridesThatAPipelineWouldNotCallAreRefused(name):
-  """Of the class, and of the object, whether set before or after the model is wrapped."""
+  """Overrides of the class, and of the object, set before or after the model is wrapped."""
   model = type('Own', (keras.Sequential,), {name: lambda self: None})
   with pytest.raises(ValueError, match=naming.Naming('Own', name)):
     PipelinedModel(object.__new__(model), 1, devices=['/cpu:0'])

@@ -55,7 +55,7 @@ def _Plain():
 
 
 def _Logits(ids):
-  """Of all positions at once, by the layers one after the other on one device."""
+  """Returns logits of all positions at once, by the layers on one device."""
   layer, theta = _Plain()
   return layer.FProp(theta(), ids).numpy()
 
@@ -170,7 +170,7 @@ def testAStepCostsOnePositionOfFProp():
   # Beside the products there is the writing into the caches.
   written = 2 * 2 * _MAX * _DIM * batch
   assert 0.9 * whole <= _MAX * step <= 1.1 * whole + 2 * _MAX * written
-  # It does not grow with the position, for it is one function, and with the room only by attention.
+  # One function serves all positions; only attention grows with the room.
   _, longer = stack.Prefill(ids[:, :1], max_length=2 * _MAX)
   twice = Flops(stack.decoder._extend_step, longer.stages, (ids[:, :1],), tf.constant(1))
   assert step < twice < 1.5 * step

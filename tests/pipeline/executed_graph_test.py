@@ -420,8 +420,8 @@ def testAUsersTapeKeepsOrderAndNoActivations(in_function, tmp_path):
 
 
 _NUM_LAYERS = 3
-# n products forward; n again, n for the weights and n - 1 for the inputs backward, for nobody asks
-# for the gradient of the first stage's input.
+# n products forward; n again, n for the weights and n - 1 for the inputs backward: the gradient of
+# the first stage's input is not computed.
 _EXPECTED_PRODUCTS = {'Forward': _NUM_LAYERS, 'Backward': 3 * _NUM_LAYERS - 1}
 
 

@@ -150,7 +150,7 @@ def testProductsOfEveryAction(name, policy, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
   'name, policy',
-  # Of all but the last micro-batch except_last does what stage does.
+  # With all but the last micro-batch, except_last equals stage.
   [('1f1b', 'except_last'), ('gpipe', 'layer'), ('zb_h1', 'none')],
 )
 def testProductsOfEveryActionCompiledByXla(name, policy, tmp_path, monkeypatch):

@@ -155,7 +155,7 @@ def testTraining(seed):
 
 
 def _PolicyOfEachStage(case):
-  """Of each stage a random policy, or which of its layers it recomputes."""
+  """Returns for each stage a random policy, or a choice of layers to recompute."""
   choose, policies, start = random.Random(case.seed), [], 0
   for end in case.options['splits']:
     layers = tuple(choose.choice((None, frozenset())) for _ in range(start, end))

@@ -71,7 +71,7 @@ def _Place(num_replicas, batch_size, sub=None, **options):
   [
     (2, 1, 2, 9, 'gpipe', 'none'),  # Micro-batches of 3 rows meet such of 2.
     (2, 2, 2, 8, '1f1b_fused', 'layer'),
-    (3, 1, 1, 3, 'gpipe', 'stage'),  # Of one row each.
+    (3, 1, 1, 3, 'gpipe', 'stage'),  # Micro-batches of one row.
   ],
 )
 def testIsOneReplicaOfLargerMicroBatches(
@@ -104,7 +104,7 @@ def _CheckEqual(stack, actual, num_replicas, num_micro_batches, batch_size):
   ],
 )
 def testCollectivesOfADeviceAreInOneOrder(schedule, policy, stages_per_device, monkeypatch):
-  """Of gradients and of statistics, even in branches: NCCL hangs if devices differ in the order."""
+  """Collectives of gradients and of statistics: NCCL hangs if devices differ in the order."""
   monkeypatch.setattr(replicas, 'BUCKET_BYTES', 100)
   stack = _Place(
     2,

@@ -116,8 +116,8 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, size, o
     assert len({device for device, _ in of_slices}) == num_devices
   if 'offload' in options or options['schedule'] == 'interleaved_1f1b':
     return
-  # So are logits and losses of everything else, which know no policy and no offload. Of the
-  # schedules with several stages on a device, the V alone is checked.
+  # So are logits and losses of everything else, which know no policy and no offload. The V
+  # stands for all schedules with several stages on a device.
   plain, theta = stacks.PlainLayers(sub, ties)
   for path, variable in stack.VariablesByPath().items():
     np.testing.assert_array_equal(variable, plain.VariablesByPath()[path])

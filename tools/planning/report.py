@@ -23,9 +23,9 @@ LEGEND = (
 )
 # Smaller parts of a step are not reported.
 _NOTABLE = 0.005
-# Of a step, in a picture; longer bars than this many times the best step, or the memory, are cut
-# off.
+# The parts of a step in a picture.
 _COLOURS = {'work': svg.BLUE, 'bubble': svg.GREY, 'links': svg.ORANGE, 'update': svg.PURPLE}
+# Longer bars than this many times the best step, or the memory, are cut off.
 _MOST_SECONDS, _MOST_BYTES = 3.0, 2.0
 
 

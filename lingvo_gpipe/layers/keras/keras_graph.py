@@ -227,7 +227,7 @@ def _Symbol(x: Any) -> Any:
 
 
 def _WhyClosed(node: keras_nodes.Node) -> str:
-  """Returns what a layer does that its calls alone would not do; else an empty text."""
+  """Returns what a layer does that its calls alone would not do, or an empty text."""
   layer = node.operation
   floats = {v.dtype for v in node.inputs if tf.as_dtype(v.dtype).is_floating}
   if layer.supports_masking:

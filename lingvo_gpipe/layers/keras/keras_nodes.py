@@ -63,7 +63,7 @@ class Node:
     outputs: the tensors that the call makes, flat.
     policy: the dtype policy of the model whose graph has the call.
     training: the mode that the call asks for; None: the mode of the whole model.
-    line: where the `call` of a subclassed model makes it, for errors; else empty.
+    line: where the `call` of a subclassed model makes it, for errors; empty in other models.
   """
 
   operation: Any
@@ -247,7 +247,7 @@ def MayAddLoss(layer: Any) -> bool:
 
 
 def AsFunctional(model: Any) -> Any:
-  """Returns the Functional that computes a model, if the model is one; else None."""
+  """Returns the Functional that computes a model, if the model is one, or None."""
   if isinstance(model, keras.Sequential):
     is_plain = type(model).call is keras.Sequential.call
     return model._functional if is_plain and model.built else None

@@ -88,8 +88,8 @@ class Cut:
     make_memory: traces the layers for the sizes of their activations.
     vocabulary: for each device the number of classes of its slice; empty: it is not shared out.
     in_slices: the paths of the layers whose weights are in the slices; the others are whole.
-    choices: under `auto`, for each stage what it recomputes and the activations that it then holds;
-      else empty.
+    choices: under `auto`, for each stage the recomputed parts and the activations that it then
+      holds; otherwise empty.
     again: under `auto`, for each stage the work of one recomputation, in the unit of `work`.
   """
 

@@ -29,7 +29,7 @@ class Row:
     idle: the predicted idle share of its device.
     state_bytes: predicted bytes of weights, accumulators and optimizer slots.
     activation_bytes: predicted bytes of activations at their peak.
-    recomputes: what backward recomputes, if each stage has a policy of its own; else ''.
+    recomputes: what backward recomputes, if each stage has a policy of its own, or ''.
     device: the full name of the device, '' if it is not known.
   """
 

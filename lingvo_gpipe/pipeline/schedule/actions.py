@@ -101,7 +101,7 @@ def ActionsOfCell(text: str) -> tuple[Action, ...]:
   """Returns the actions that a cell of PyTorch's CSV files stands for.
 
   A cell may be idle (empty or `None`), and transfers, sharding and the sum of gradients over
-  replicas are implied here: these have no actions. Of a pair of actions at the same time the first
+  replicas are implied here: these have no actions. If two actions have the same time, the first
   one runs first, because a device runs one action at a time.
 
   Raises:

@@ -13,8 +13,8 @@ however slow the link is. Where F and B have fewer than three computations betwe
 gained. A copy from the host that takes longer than one computation costs no time if L is further
 ahead, but then the device holds the tensors for longer.
 
-Of all sets of (stage, micro-batch) whose offload leaves a device the fewest at any time, this is
-one of the smallest. It offloads those whose B is furthest away.
+Several sets of (stage, micro-batch) reduce the peak of a device to its least. `WithOffload` takes
+one of the smallest: the pairs whose B is furthest away.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class StageMath:
     num_traces: number of times that a function of this structure was traced.
     connected: indices of the trained leaves that got a gradient in a trace.
     keeps_slices: whether gradients that are slices, of the rows that a batch looks up, are results
-      of backward; else they are added to the accumulators.
+      of backward; if not, they are added to the accumulators.
     dense: indices of trained leaves that got a gradient other than slices.
   """
 
@@ -211,7 +211,7 @@ class StageMath:
 
     Args:
       layers: layers of one of the stages with this structure.
-      loss_fn: the loss, in the last stage of training and evaluation; else None.
+      loss_fn: the loss, in the last stage of training and evaluation, or None.
       exports: see the class.
       trained: see the class.
       needs_dx: see the class.

@@ -96,7 +96,7 @@ def testFunctionsAndOperatorsAreTrained(function, num_stages):
 
 
 def testEachMicroBatchHasItsSizes():
-  """Of two lengths: for the second the model is traced with an unknown one."""
+  """For the second of two lengths the model is traced with an unknown one."""
   x, y = keras_fits.Integers(9, 4, 6, seed=1), keras_fits.Floats(4, 6, 3, seed=1)
   batches = [(x, y), (IDS[:5], TARGETS[:5])]
 

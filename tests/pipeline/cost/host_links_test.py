@@ -63,7 +63,7 @@ def testASlowerLinkIsNeverFaster():
 def testTheMemoryModelsAgree(name, policy):
   """The simulator's, and `stage_memory`, which the cut and the planner use."""
   schedule = offload.WithOffload(schedules.Get(name, 3, 10))
-  # Of these 5 bytes, `stage_memory` counts 2 as inputs of layers.
+  # `stage_memory` counts 2 of these 5 bytes as inputs of layers.
   sizes = simulator.ActivationSizes(stage_input=1, inner=5, layer_inputs=2, largest_layer=2)
   result = _Simulate(schedule, policy=policy, sizes=sizes)
   peaks = [

@@ -172,7 +172,7 @@ def testAFailedStepOfTrainingChangesNothing(place, fails, schedule, policy, acti
 
 
 def PrintFailuresWhereReplicasMeet():
-  """Of a step that fails in one replica, for which the other one waits, and of the next step."""
+  """Prints the failure of a step in one replica, which the other awaits, and of the next step."""
   norm = batch_norm.BatchNormLayer.Params().Set(dim=_DIM, over_replicas=True)
   sub = [layers.FnLayer.Params().Set(fn=_FailsForward), norm]
   run = _Runner(sub, num_replicas=2, num_stages=1, splits=[2])
@@ -216,7 +216,7 @@ def _TakesTooMuch(w, x):
 
 
 def PrintFailureWithoutMemory():
-  """Of a step with a stage of XLA that asks for too much; and whether XLA is on after it."""
+  """Prints the failure of a stage of XLA that asks for too much, and whether XLA is on after it."""
   # Some systems would give four terabytes.
   resource.setrlimit(resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY))
   run = _Runner(_Sub(3, layers.SilentLayer.Params().Set(fn=_TakesTooMuch)), xla=True)

@@ -15,7 +15,7 @@ from lingvo_gpipe.pipeline.stages import layer_backward, retraces, split_backwar
 from tests.toys import keras_fits, stacks
 
 _DIM, _TIME, _BATCH, _HEADS, _M = 4, 6, 4, 2, 2
-# Of two layers and of one: all, and parts. (Nothing of some layers is in random_stacks_test.)
+# Two layers or one: all of it, or parts. (random_stacks_test recomputes nothing of some layers.)
 _PARTS = [
   rematerialisation.ByLayer((None, frozenset({'scores'}))),
   rematerialisation.ByLayer((frozenset({'feed_forward', 'scores'}),)),
@@ -123,7 +123,7 @@ class _KerasBlock(keras.layers.Layer):
 
 
 def testPartsOfKerasLayers():
-  """Of an attention, and of blocks without a gate and with one."""
+  """An attention, and blocks without a gate and with one."""
   x, y = keras_fits.Floats(4, _TIME, _DIM), keras_fits.Floats(4, _TIME, _DIM, seed=1)
   losses = []
   scores, parts = frozenset({'scores'}), frozenset({'scores', 'feed_forward'})

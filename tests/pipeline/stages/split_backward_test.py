@@ -285,7 +285,7 @@ def testAnEmbeddingsGradientStaysSparse(schedule, policy, xla):
     for function in library.function
     if re.match(r'__inference__(Backward|WeightGradient)', function.signature.name)
   ]
-  # Of two stages.
+  # Two stages.
   assert len(backward) == 2
   for ops in backward:
     # One of the two weights is scattered to, and nothing is made dense.
@@ -299,7 +299,7 @@ def testAnEmbeddingsGradientStaysSparse(schedule, policy, xla):
 
 @pytest.mark.parametrize(
   'schedule, policy, xla',
-  # Of these except_last is stage and none.
+  # except_last consists of stage and none.
   [
     *[('gpipe', 'except_last', False), ('zb_h1', 'none', False)],
     *[('1f1b_fused', 'stage', True), ('gpipe', 'layer', True)],

@@ -87,7 +87,7 @@ def testParamsReachTheLayers():
   layers = p.Instantiate().stack.layers
   assert layers[0].params.activation == 'NONE'
   assert layers[-1].params.dropout_prob == 0.3
-  assert layers[-2].params.input_dim == 4 * 32  # Of the normal cell after the reduction cell.
+  assert layers[-2].params.input_dim == 4 * 32  # The normal cell after the reduction cell.
   norms, drops = (
     [x.params for layer in layers for x in layer.Descendants() if type(x).__name__ == name]
     for name in ('BatchNormLayer', 'DropPathLayer')
