@@ -141,7 +141,7 @@ def _Check(read, *documented):
 def testLiterals(text):
   _Check(lambda: literals.ParseLiteral(text), ValueError)
   _Check(lambda: literals.ParseStrict(text), ValueError)
-  _Check(lambda: params_text.ParsePath(text), ValueError)
+  _Check(lambda: params_text.ParseSteps(text), ValueError)
 
 
 @fuzzing.Settings()

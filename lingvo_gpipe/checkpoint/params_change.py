@@ -91,7 +91,7 @@ def IsHarmless(
   if change.old is not None:
     return False
   prefix = ''
-  for step in params_text.ParsePath(change.path):
+  for step in params_text.ParseSteps(change.path):
     prefix += step.text
     if not re.search(rf'^{re.escape(prefix)}(?![\w])', old, re.MULTILINE):
       # The first part of the path that the run's Params do not have.

@@ -137,7 +137,7 @@ class Params(params_tree.Node):
     value: Any = self
     owner: Params = self
     prefix = ''
-    for step in params_text.ParsePath(name):
+    for step in params_text.ParseSteps(name):
       owner = value if isinstance(value, Params) else owner
       value = params_tree.GetStep(value, step, prefix, name)
       prefix += step.text
@@ -165,7 +165,7 @@ class Params(params_tree.Node):
           undo.append(functools.partial(setattr, record, 'value', record.value))
           record.value = new
         else:
-          params_tree.SetPath(self, params_text.ParsePath(path), make, '', path, undo)
+          params_tree.SetPath(self, params_text.ParseSteps(path), make, '', path, undo)
         if check:
           check(path)
     except BaseException:
@@ -193,7 +193,7 @@ class Params(params_tree.Node):
 
   def GetDomain(self, name: str) -> domain_lib.Domain | None:
     """Returns the declared domain of the param at a path; None for an entry of a container."""
-    if params_text.ParsePath(name)[-1].kind != 'param':
+    if params_text.ParseSteps(name)[-1].kind != 'param':
       return None
     parent, param = self._Find(name)
     return parent.__params[param].domain
@@ -206,7 +206,7 @@ class Params(params_tree.Node):
   def _Find(self, path: str) -> tuple[Params, str]:
     """Returns the Params that hold the param at a path, and the param's name."""
     self.Get(path)
-    *_, last = params_text.ParsePath(path)
+    *_, last = params_text.ParseSteps(path)
     prefix = path.removesuffix(last.text)
     if last.kind != 'param':
       raise AttributeError(f'{path} is not a param but a part of {prefix}')
@@ -385,7 +385,7 @@ class Params(params_tree.Node):
       """Checks the last param on a path, of which the text may have set an entry."""
       value: Any = self
       name, where, owner, param = '', '', self, None
-      for step in params_text.ParsePath(path):
+      for step in params_text.ParseSteps(path):
         prefix, name = name, params_tree.Join(name, step.text)
         if step.kind == 'param':
           where, owner, param = name, value, value._Records()[step.value]

@@ -195,7 +195,7 @@ class Step(NamedTuple):
   text: str
 
 
-def ParsePath(path: str) -> list[Step]:
+def ParseSteps(path: str) -> list[Step]:
   """Splits `a.b[1]['k'].c` into steps.
 
   Raises:

@@ -239,8 +239,8 @@ def testAnyTextIsSplitOrRaises(text):
     assert all(key and key == key.strip() and value == value.strip() for key, value in pairs)
 
 
-def testParsePath():
-  steps = params_text.ParsePath("a.b[1][-1]['x.y]'][z].c[(1, 'k')]")
+def testParseSteps():
+  steps = params_text.ParseSteps("a.b[1][-1]['x.y]'][z].c[(1, 'k')]")
   assert [(step.kind, step.value) for step in steps] == [
     ('param', 'a'),
     ('param', 'b'),
