@@ -288,20 +288,7 @@ def testCtrlCDuringTheImportsEndsInOneLine(module):
 
 # The first module that a tool imports from another library, in place of that library.
 _CTRL_C_AT_IMPORT = 'import os, signal; os.kill(os.getpid(), signal.SIGINT)'
-# Python restores the default of all signals before it deletes the modules.
-_CTRL_C_AT_EXIT = """
-import os
-import signal
-import sys
-
-
-class _AtExit:
-  def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGINT):
-    kill(process, number)
-
-
-sys.at_exit = _AtExit()
-"""
+_CTRL_C_AT_EXIT = pathlib.Path(processes.Program('interrupt_at_exit')).read_text()
 
 
 @pytest.mark.parametrize(

@@ -9,46 +9,11 @@ import pytest
 from tests import naming, processes
 from tools.chaos_attacks import network
 
-_DRIVER = f"""
-import sys, time
-sys.path.insert(0, {str(processes.ROOT)!r})
-from tools import chaos, program
-from tools.chaos_attacks import children, run_attacks
-
-def Wrong(draw, runner):
-  raise children.FindingError(f'wrong {{draw.random()}}')
-
-def Hanging(draw, runner):
-  time.sleep(60.0)
-
-def Raising(draw, runner):
-  runner.Call(lambda: 1 / 0)
-
-def Right(draw, runner):
-  children.CheckEnd(runner.Run('trainer', ['--mode=list']))
-  children.CheckEnd(runner.Run('trainer', ['--model=no.Such']))
-
-if sys.argv[1] == 'planted':
-  del sys.argv[1]
-  chaos._CASE_SECONDS = 10.0
-  chaos._ATTACKS = {{f.__name__: f for f in (Wrong, Raising, Right)}}
-  if 'Hanging' in sys.argv[-1]:
-    chaos._CASE_SECONDS = 0.1
-    chaos._ATTACKS['Hanging'] = Hanging
-elif sys.argv[1] == 'files':  # All kinds of texts and files, once each.
-  for name in chaos._RUN_ATTACKS:
-    del chaos._ATTACKS[name]
-  sys.argv[1] = f'--cases={{len(chaos._ATTACKS)}}'
-run_attacks._LAST_STEP, run_attacks._HALF_STEP = 4, 2
-run_attacks._PARAMS += ';task.num_layers:1;task.stack.num_micro_batches:2'  # Faster to trace.
-program.Main(chaos.DefineFlags, chaos.Run, '')
-"""
-
 
 @pytest.fixture
 def chaos(forks, tmp_path):
-  (tmp_path / 'driver.py').write_text(_DRIVER)
-  return lambda *args: forks.Run(str(tmp_path / 'driver.py'), *args, cwd=tmp_path)
+  program = processes.Program('attack_with_faults')
+  return lambda *args: forks.Run(program, str(processes.ROOT), *args, cwd=tmp_path)
 
 
 def testFindingsAreCountedAndCanBeRepeated(chaos):

@@ -8,26 +8,9 @@ import pytest
 
 from lingvo_gpipe.input.text import sentencepiece_tokenizer, sentencepiece_training
 from tests import processes
+from tests.toys import projects
 
 _PROGRAM = str(processes.ROOT / 'tools' / 'train_sentencepiece.py')
-_PARAMS = '''
-"""An experiment on text files."""
-from lingvo_gpipe import registry, task, text_files
-
-
-@registry.RegisterSingleTaskModel
-class Lines(registry.SingleTaskModelParams):
-  """Lines of text."""
-
-  def Train(self):
-    return text_files.TextFilesInput.Params().Set(
-      name='lines', file_pattern='*.txt', vocab_filepath='vocab/lines.model', vocab_size=400,
-      batch_size=1, max_documents=600,
-    )
-
-  def Task(self):
-    return task.BaseTask.Params().Set(name='task')
-'''
 
 
 def _Run(*args, cwd):
@@ -45,9 +28,8 @@ def folder(tmp_path):
 
 
 def testVocabularyOfAnExperiment(folder, forks):
-  (folder / 'params').mkdir()
-  (folder / 'params' / '__init__.py').touch()
-  (folder / 'params' / 'text.py').write_text(_PARAMS)
+  projects.Write(folder, projects.Experiments('text_lines'), module='text')
+  (folder / 'params' / '__init__.py').touch()  # Not to be hidden by this repository's.
   done = processes.Succeeded(_Run('--model=text.Lines', '--control_symbols=<2de>', cwd=folder))
   vocabulary = sentencepiece_tokenizer.SentencePieceTokenizer(str(folder / 'vocab/lines.model'))
   line = f'vocab/lines.model: 400 pieces, fingerprint {vocabulary.fingerprint}\n'

@@ -114,49 +114,10 @@ def testStagesBeforeTheFirstTrainedLayerHoldNothing():
   assert memory.Activations(0, 0, 3) == 8 * 10 + 2 * 10 + 13
 
 
-_MEASURED = """
-import re, sys
-from lingvo_gpipe.cli import binary  # First: it imports TensorFlow in half of the time.
-import tensorflow as tf
-from lingvo_gpipe import linear, pipelining_layer
-from lingvo_gpipe.pipeline.stages import micro_batch
-
-def Peak():
-  # The peak that getrusage returns includes the parent's.
-  with open('/proc/self/status') as f:
-    return int(re.search('VmHWM:\\s*([0-9]+) kB', f.read())[1]) * 1024
-
-m, batch = int(sys.argv[1]), 1 << 16
-x = tf.zeros([batch, 64])
-def Loss(theta, y, side):
-  return {'loss': (tf.reduce_mean(y[0]), tf.constant(1.0))}
-def Prepared(policy):
-  p = pipelining_layer.PipeliningLayer.Params().Set(
-    name='p', num_micro_batches=m, remat_policy=policy, xla=False)
-  p.sub = [linear.ProjectionLayer.Params().Set(input_dim=64, output_dim=64, activation='TANH')] * 16
-  layer = p.Instantiate()
-  def Step(x):
-    pieces = [micro_batch.MicroBatch((part,), None, tf.constant(1.0)) for part in tf.split(x, m)]
-    return layer.engine.Accumulate(pieces, tf.constant(0)).metrics
-  cut = layer.Place(['/device:CPU:0'], tf.TensorSpec([batch, 64]), loss_fn=Loss)
-  layer.engine.MakeAccumulators()
-  step = tf.function(Step, autograph=False)
-  step(tf.zeros([m, 64]))
-  step.get_concrete_function(tf.TensorSpec([batch, 64]))
-  return step, cut.memory[0].activations
-steps = {policy: Prepared(policy) for policy in ('stage', 'none')}
-before = Peak()
-# The one that takes less memory is the first, for the peak never falls.
-for policy, (step, predicted) in steps.items():
-  step(x)
-  print('RESULT', policy, Peak() - before, predicted)
-"""
-
-
-def testIsNearTheMemoryOfAFreshProcess(forks, tmp_path):
+def testIsNearTheMemoryOfAFreshProcess(forks):
   """16 layers of 16 MiB results: with and without recomputation, within a factor of 2.5."""
-  (tmp_path / 'program.py').write_text(_MEASURED)
-  done = forks.Run(str(tmp_path / 'program.py'), '8', more_environment=processes.OPTIMIZED)
+  program = processes.Program('measure_stage_memory')
+  done = forks.Run(program, '8', more_environment=processes.OPTIMIZED)
   lines = [x.split() for x in processes.Succeeded(done).stdout.splitlines() if 'RESULT' in x]
   results = {policy: (int(measured), int(predicted)) for _, policy, measured, predicted in lines}
   for measured, predicted in results.values():
