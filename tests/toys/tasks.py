@@ -229,6 +229,30 @@ class StackTask(task.BaseTask):
     return {'loss': (tf.reduce_mean(predictions**2), size)}, {}
 
 
+class TimeMajor(task.BaseTask):
+  """A task whose pipeline takes [time, batch, dim], and whose loss takes the batch unchanged."""
+
+  def __init__(self, params):
+    super().__init__(params)
+    layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4, activation='TANH')
+    drop = dropout.DropoutLayer.Params().Set(keep_prob=0.8)
+    stack = pipelining_layer.PipeliningLayer.Params().Set(
+      num_stages=2, num_micro_batches=2, xla=False, batch_dim=1, sub=[layer, drop, layer]
+    )
+    self.CreateChild('stack', stack)
+
+  def PipelineInputs(self, input_batch):
+    return (tf.transpose(input_batch.x, [1, 0, 2]),)
+
+  def LossWeight(self, input_batch):
+    return tf.reduce_sum(input_batch.w)
+
+  def ComputeLoss(self, theta, predictions, input_batch):
+    squares = tf.reduce_mean(predictions**2, axis=[0, 2])
+    total = tf.reduce_sum(input_batch.w)
+    return {'loss': (tf.reduce_sum(squares * input_batch.w) / total, total)}, {}
+
+
 def BatchSpec(batch_size, dtype=tf.float64):
   spec = tf.TensorSpec([batch_size, DIM], dtype)
   return nested_map.NestedMap(x=spec, y=spec)
