@@ -135,6 +135,7 @@ class PipelineEngine:
     """
     self.stage_to_device = tuple(range(len(ends)) if stage_to_device is None else stage_to_device)
     if vocabulary:
+      # The softmax leaves the last stage, and becomes a stage of its own on the same device.
       ends = [*ends[:-1], ends[-1] - 1, ends[-1]]
       self.stage_to_device += self.stage_to_device[-1:]
     num_devices = max(self.stage_to_device) + 1
@@ -183,12 +184,14 @@ class PipelineEngine:
       slices = vocabulary_slices.CopySlices(self.stages[-1], self.ties, vocabulary, slice_devices)
     first = replicas.Replica(self.stages, variables, slices, tables)
     self.replicas = [first]
+    # Slice n is on device n of its replica.
     placement = [*self.stage_to_device, *range(len(slices))]
     for r in range(1, num_replicas):
       replica_devices = devices[r * per_replica : (r + 1) * per_replica]
       self.replicas.append(replicas.Copy(first, [replica_devices[k] for k in placement]))
     if num_replicas > 1:
       replicas.SumStatistics(self.replicas, xla)
+    # Until now a tied weight may have an initial value of its own.
     self.SyncTies()
 
   @property
@@ -282,6 +285,7 @@ class PipelineEngine:
     counter = fprop_context.StepCounter(step, first_micro_batch)
     self.ClearAccumulators(mirrors_only=not clear)
     walks = self._EmitAll(micro_batches, counter, do_eval=False)
+    # Before the ties: it may add to the accumulators of tied weights, which then go to the owners'.
     slices = self._Slices(walks, micro_batches[0].args)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)
@@ -328,9 +332,11 @@ class PipelineEngine:
     for r, (replica, share) in enumerate(zip(self.replicas, shares, strict=True)):
       if not share:
         continue
+      # `counter` counts over all replicas: random numbers do not depend on how many there are.
       replica_micro_batches = micro_batches[share.start : share.stop]
       walk: emission.Emission
       if replica.slices:
+        # Each time, for an update changes the whole weights only.
         vocabulary_slices.SyncSlices(replica.slices, replica.variables)
         walk = vocabulary_emission.VocabularyEmission(
           replica.stages,
@@ -389,6 +395,8 @@ class PipelineEngine:
       for walk in walks
       for s, leaf, slices in walk.Slices()
     ]
+    # Complete only now that every stage was traced: during the walks slices of these weights may
+    # have been kept, and are added below.
     dense = {g.owner for g in gradients if self._IsDense(g.s, g.leaf)}
     joined, summed = self._table_gradients.Join(gradients, dense, args)
     for g in summed:
@@ -510,6 +518,7 @@ class PipelineEngine:
 
   def ConnectedPaths(self) -> set[str]:
     """Returns the paths of the weights that the loss depends on, once a step was traced."""
+    # Their functions record no gradients: tables count as connected.
     tables = {path for s in self.replicas[0].tables for path in (*s.trained, *s.mirrors)}
     connected = {
       path

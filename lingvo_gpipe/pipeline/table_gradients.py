@@ -78,11 +78,14 @@ class TableGradients:
       and of tables whose look-ups are mixed.
     """
     counts = collections.Counter(g.path for g in gradients for _ in g.slices)
+    # A single micro-batch is the batch of plain Keras: there is nothing to join.
     unknown = {g.path for g in gradients if counts[g.path] > 1 and g.owner not in dense}
     if unknown := unknown - self._look_ups.keys():
       self._Measure(unknown, args)
     is_mixed = (self._look_ups.get(g.path) is _LookUps.MIXED for g in gradients)
+    # By owner: all gradients of a weight are joined, or all are in its accumulator.
     summed = {*dense, *(g.owner for g in itertools.compress(gradients, is_mixed))}
+    # By path, too, for each use of a tied table may look it up in another way.
     of_owner: dict[str, dict[str, list[Gradient]]] = {}
     for g in gradients:
       if g.owner not in summed:
@@ -96,6 +99,7 @@ class TableGradients:
 
   def _Slices(self, path: str, gradients: Sequence[Gradient]) -> list[tf.IndexedSlices]:
     """Returns the slices of a table over all micro-batches and replicas."""
+    # Replicas and micro-batches are in the order of the examples.
     slices = [_Concat(x) for g in gradients for x in g.slices]
     look_ups = self._look_ups.get(path, _LookUps.PROPORTIONAL)
     # A last micro-batch may be smaller than a number of rows.
@@ -116,6 +120,7 @@ class TableGradients:
     for path in paths:
       rows, is_constant = once.get(path, (0, False))
       num_twice, _ = twice.get(path, (0, False))
+      # No rows, or None for an unknown number, prove nothing.
       if rows and num_twice == 2 * rows:
         self._look_ups[path] = _LookUps.PROPORTIONAL
       elif rows and num_twice == rows:
@@ -137,7 +142,9 @@ class TableGradients:
     def Spec(t: tf.Tensor | None) -> tf.TensorSpec | None:
       return None if t is None else tf.TensorSpec([t.shape[0] * factor, *t.shape[1:]], t.dtype)
 
+    # With the dot: the path of another layer may begin with this one's.
     having = [x for x in self._layers if any(path.startswith(f'{x.path}.') for path in paths)]
+    # The rows do not depend on the layers after the last table.
     layers = self._layers[: self._layers.index(having[-1]) + 1]
     calls = layer_costs.LayerCosts(layers, tf.nest.map_structure(Spec, args)).calls
     known: dict[Any, Any] = {}  # Equal layers are traced once.
@@ -158,6 +165,8 @@ def _Added(slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
   first, *later = slices
   is_same = tf.reduce_all([x.indices == first.indices for x in later], axis=0)
   is_same = tf.reshape(is_same, [-1] + [1] * (first.values.shape.rank - 1))
+  # Which rows are equal is known only when the step runs, and shapes must not depend on it: a row
+  # of zeros, which adds nothing to a sum or a norm, takes the place of a row that was added.
   zeros = tf.zeros_like(first.values)
   sums = [tf.add_n([x.values for x in slices]), *(zeros for _ in later)]
   return [
@@ -168,4 +177,5 @@ def _Added(slices: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
 
 def _Concat(slices: Iterable[tf.IndexedSlices]) -> tf.IndexedSlices:
   values, indices = zip(*((x.values, x.indices) for x in slices), strict=True)
+  # The engine adds the dense shape.
   return tf.IndexedSlices(tf.concat(values, axis=0), tf.concat(indices, axis=0))

@@ -101,6 +101,7 @@ def Partition(
     raise ValueError(f'{present} is set without {missing}; set both or neither')
   scaled = ExactIntegers('costs', costs)
   factor = fractions.Fraction(float(last_stage_factor))
+  # Both times the denominator, so that the costs stay integers.
   inner = StageCosts([factor.denominator * cost for cost in scaled])
   last = StageCosts([factor.numerator * cost for cost in scaled])
   rooms = None
@@ -138,8 +139,11 @@ def PartitionStages(
   tables = _Tables(stage_costs)
   if rooms is None:
     rooms = [[num_layers] * num_layers] * num_stages
+  # `_EndRanges` needs a layer that fits into a stage to fit into all later stages but the last.
   if len(set(map(id, stage_costs[:-1]))) > 1:
     return _BestInSets(tables, rooms)
+  # Grown rooms allow every cut that `rooms` allow. So if they allow none, there is none, and the
+  # best cut is also the best for `rooms` if it keeps within them.
   ends = _BestInRanges(tables, _GrowRooms(rooms))
   if ends is None:
     return None
@@ -288,6 +292,7 @@ def _Room(
   *scaled, limit = ExactIntegers('memory', [*memory, memory_limit])
   prefix = [0, *itertools.accumulate(scaled)]
   room = [bisect.bisect_right(prefix, start + limit) - 1 for start in prefix[:-1]]
+  # Filling in order needs the fewest stages. It moves on at each step, for each layer fits alone.
   ends = [room[0]]
   while ends[-1] < num_layers:
     ends.append(room[ends[-1]])
@@ -327,6 +332,7 @@ class _Table:
       end = bisect.bisect_right(before, before[start] + cap, start, self.first + 1) - 1
       if end < self.first:
         return end
+    # From here on the stage contains layer `first`, or starts behind it.
     return bisect.bisect_right(after, after[start] + cap, end + 1) - 1
 
   def Earliest(self, end: int, cap: int) -> int:
@@ -356,6 +362,7 @@ class _FunctionTable:
       return cost is None or cost > cap
 
     # Ends near the start are cheaper to examine.
+    # Invariant: `step // 2` layers fit into the stage.
     step = 1
     while start + step <= self._num_layers and not IsBeyond(start + step):
       step *= 2
@@ -428,6 +435,7 @@ def _EndRanges(
     start = high[-1]
     high.append(min(table.Reach(start, cap), room[start]) if start < num_layers else start)
   low = [num_layers]
+  # Rooms do not fall along layers, so bisection finds the first start from which `end` is in reach.
   for table, room in zip(reversed(tables), reversed(rooms), strict=True):  # ... and from the back.
     end = low[-1]
     low.append(max(table.Earliest(end, cap), bisect.bisect_left(room, end)) if end else end)
@@ -512,6 +520,7 @@ def _BestInSets(
   starts: list[dict[int, int]] = []
   for table, room in zip(tables, rooms, strict=True):
     previous, best, start_of = best, {}, {}
+    # In order of starts: of equal weights the earliest start stays, which is criterion 4.
     for start, weight in sorted(previous.items()):
       for end in Ends(table, room, start, cap):
         cost = table.Cost(start, end)
@@ -525,6 +534,7 @@ def _BestInSets(
 def _FollowBack(starts: Sequence[Mapping[int, int]], num_layers: int) -> list[int]:
   """Returns the ends of all stages, given for each stage the best start of each of its ends."""
   ends = [num_layers]
+  # The first stage begins at layer 0.
   for start_of in reversed(starts[1:]):
     ends.append(start_of[ends[-1]])
   return ends[::-1]

@@ -115,6 +115,7 @@ class StructureKey:
     self._hash = hash((type(layer), self._key))
     if self._key is None:
       self._key = layer.params.Copy()
+      # A name decides paths and seeds, and the caller of a trace brings both.
       self._key.name = ''
       self._attributes = layer.Attributes()
       self._hash = hash(self._key.ToText())
@@ -299,6 +300,7 @@ class StageMath:
 
   def CountTrace(self, x: nested_map.NestedMap, side: Any) -> None:
     """Records that a function is being traced for inputs of these shapes."""
+    # A segment is traced within a function of its stage, which was counted.
     if not self._is_segment:
       self.num_traces += 1
       self._seen_shapes.Add(self.layers, x, side, self._index)
@@ -356,10 +358,12 @@ class StageMath:
     """
     layer = self.layers[i]
     if self._LossTakesInputs(i):
+      # `Metrics` runs the layer, as a part of the loss.
       return nested_map.NestedMap(args=x.args, skips=nested_map.NestedMap()), {}
     outer = fprop_context.Current()
     giver = self.layers[i - 1] if i else None
     with failures.NoteLayer(layer, x.args, giver):
+      # A new list of auxiliary losses, so that all in it belong to this layer.
       with fprop_context.Enter(dataclasses.replace(outer, aux_losses=[])) as inner:
         reads = self._CheckVariables(i, layer_vars)
         with failures.LayerScope(self._start + i), reads, side_effects.Forbid(layer.path):
@@ -371,6 +375,8 @@ class StageMath:
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
       aux_losses: AuxLosses = {}
       for owner, name, value, coefficient in inner.aux_losses:
+        # An index instead of a path, for stages of equal structure share the trace:
+        # `Stage.AbsoluteName` puts the path of the calling stage back.
         key = f'{self._start + i}:{owner.path[len(layer.path) :]}.{name}'
         if key in aux_losses:
           raise ValueError(f'{owner.path} adds two auxiliary losses {name!r}; give each its name')
@@ -394,6 +400,7 @@ class StageMath:
     where = 'the loss' if i is None else layers[0].path
     with side_effects.ForbidOtherVariables(where, tf.nest.flatten(variables)):
       yield
+    # After an error this is not reached, so the next trace checks again.
     self._checked.add(key)
 
   def _WithGradients(self, i: int, layer_vars: Any, theta: nested_map.NestedMap) -> dict[str, Any]:
@@ -494,6 +501,7 @@ class StageMath:
       with failures.LossScope(), reads, side_effects.Forbid('the loss'), captures:
         if self._LossTakesInputs(len(self.layers) - 1):
           tensors = tf.nest.map_structure(tf.convert_to_tensor, theta[-1])
+          # Their gradient comes through the loss, too, which may be NaN if nothing counts.
           outputs = self._ForLoss(Counted(tensors), outputs)
         theta = self._ThetaOfLoss(theta)
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
@@ -537,6 +545,7 @@ def Traced(function: Callable[..., Any], xla: bool, is_inner: bool = False) -> A
     return function
   if xla:
     return tf.function(function, autograph=False, jit_compile=True)
+  # Inlined, it would lose the control dependencies that hold the schedule.
   return tf.function(function, autograph=False, experimental_attributes={'_noinline': True})
 
 
@@ -544,8 +553,10 @@ def WithOwnLosses(
   dy: Sequence[tf.Tensor] | None, objective: Sequence[tf.Tensor]
 ) -> list[tf.Tensor] | None:
   """Returns the output gradients of a stage's objective: dy, and 1 for the stage's own losses."""
+  # In the stage with the loss: by default TensorFlow takes 1 for each tensor of the objective.
   if dy is None:
     return None
+  # The floating outputs come first in the objective, one for each of dy.
   return [*dy, *(tf.ones_like(loss) for loss in objective[len(dy) :])]
 
 

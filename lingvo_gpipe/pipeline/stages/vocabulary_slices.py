@@ -94,6 +94,7 @@ def MoveShards(head: stage.Stage, sizes: Sequence[int], devices: Sequence[str]) 
   num_shards, slices = len(whole.shards), []
   for number, (size, device) in enumerate(zip(sizes, devices, strict=True)):
     first = sum(sizes[:number])
+    # Exact, for each size is a multiple of a shard's.
     start, end = (num_shards * c // sum(sizes) for c in (first, first + size))
     variables = [nested_map.NestedMap(shards=whole.shards[start:end])]
     trained, mirrors = head.OfVariables(variables)
@@ -113,6 +114,8 @@ def MoveShards(head: stage.Stage, sizes: Sequence[int], devices: Sequence[str]) 
         size=size,
       )
     )
+  # The slices have these weights and their gradients from now on. The cached properties of the head
+  # stay right, for nothing has read them yet.
   head.variables, head.trained, head.mirrors = [nested_map.NestedMap(shards=[])], {}, {}
   return slices
 
@@ -149,6 +152,7 @@ def CopySlices(
       shape = [*v.shape[:axis], size, *v.shape[axis + 1 :]]
       with tf.init_scope(), tf.device(device):
         flat.append(tf.Variable(tf.zeros(shape, v.dtype), trainable=v.trainable, name='slice'))
+      # As a mirror it gets an accumulator, but no optimizer updates it, and no checkpoint has it.
       if trained:
         mirrors[path] = flat[-1]
     slices.append(
@@ -165,6 +169,7 @@ def CopySlices(
         number=number,
         first=sum(sizes[:number]),
         size=size,
+        # Parts of a tied weight come from its owner, and their gradients go there at once.
         paths=tuple(ties.get(path, path) for path in paths),
         axes=axes,
       )
@@ -203,6 +208,7 @@ def AddSliceGradients(
   for (path, axis), gradients in parts.items():
     device, accumulator = owners[path]
     with tf.device(device):
+      # The slices are in the order of their classes.
       accumulator.assign_add(tf.concat(gradients, axis=axis))
 
 
@@ -296,6 +302,7 @@ class SharedLoss:
         f'{what} that takes the logits, by embedding.XentLossFromLogits or a '
         'SparseCategoricalCrossentropy(from_logits=True) of Keras'
       )
+    # The class ids must be known before the statistics.
     if vjp.Ancestors(requests).keys() & {t.op.name for t in answers}:
       raise ValueError(f'{what} whose class ids do not depend on the logits')
     ids: list[tf.Tensor] = []
@@ -353,6 +360,7 @@ class SharedLoss:
     def StatisticsOf(
       class_ids: tf.Tensor, logits: chunked_logits.ChunkedLogits
     ) -> chunked_logits.Statistics:
+      # By position: each trace of the loss asks for the same class ids in the same order.
       return chunked_logits.Join(next(by_ids), class_ids, logits.shape[-1])
 
     with self._math.TakingStatistics(StatisticsOf):
@@ -371,6 +379,7 @@ class SharedLoss:
     inputs = leaves.Floats(call.x)
 
     with math.EnterContext(call.context.seeds), tf.GradientTape() as tape:
+      # The inputs only to refuse any use besides the logits, whose gradient the slices return.
       tape.watch([floats, inputs])
       # The mean of an empty micro-batch may be NaN, like the outputs of a last layer.
       counted = [
@@ -388,6 +397,7 @@ class SharedLoss:
         f"{math.layers[0].path}: vocabulary='shared' needs a loss that uses the inputs of the "
         'softmax by its logits only: the gradient of any other use would be lost'
       )
+    # Of uses of the weights besides the logits.
     math.Accumulate(accumulators, weight_gradients)
     dense = iter(leaves.DenseGradients([*itertools.chain(*floats)], float_gradients))
     return [[next(dense) for _ in of_slice] for of_slice in floats], sums
