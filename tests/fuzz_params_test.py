@@ -63,6 +63,8 @@ def testRandomOverrides(key):
     'task.softmax_tpl.cls:type/lingvo_gpipe.layers.norm/LayerNorm',
     'task.stack:None', 'task.train.callbacks:[1]', 'task.train.eval_datasets:[[]]',
     'task.stack.cls:type/lingvo_gpipe.core.base_layer/BaseLayer',
+    'task.ff_init_depth_exponent:-1e300', 'task.name:A b', "input.name:'\\ud800'",
+    'task.softmax_tpl.cls:type/lingvo_gpipe.layers.linear/LinearLayer.__eq__',
     'task.stack.schedule:gpip', 'task.train.learner.learning_rate:1e300',
     'task.train.learner.lr_schedule.cls:type/lingvo_gpipe.learning.optimizer/KerasOptimizer',
   ],

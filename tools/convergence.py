@@ -11,6 +11,9 @@ Keras without a pipeline. The largest difference is relative to the first curve.
 
 from __future__ import annotations
 
+from lingvo_gpipe.cli import binary as binary  # First: it drops the messages of native code.
+
+# isort: split
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

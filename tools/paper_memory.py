@@ -8,6 +8,9 @@ prediction of `lingvo_gpipe.pipeline.cost.stage_memory`, summed over stages. No 
 
 from __future__ import annotations
 
+from lingvo_gpipe.cli import binary as binary  # First: it drops the messages of native code.
+
+# isort: split
 import dataclasses
 import time
 from typing import Any, NamedTuple

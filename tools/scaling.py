@@ -14,6 +14,9 @@ JSON files in tools/devices, and no weight is allocated.
 
 from __future__ import annotations
 
+from lingvo_gpipe.cli import binary as binary  # First: it drops the messages of native code.
+
+# isort: split
 import itertools
 import json
 from collections.abc import Iterator

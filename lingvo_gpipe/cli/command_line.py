@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from absl import flags
 
 from lingvo_gpipe.cli import completion
 from lingvo_gpipe.cli import subjects as subjects_lib
+from lingvo_gpipe.core import domain
 
 FLAGS = flags.FLAGS
 
@@ -52,9 +53,13 @@ def Parse(
   except flags.Error as e:
     print(f'{e} (--help lists the flags)', file=sys.stderr)
     sys.exit(2)
-  except UnicodeDecodeError as e:
-    print(f'--flagfile: a file is not in UTF-8: {e}', file=sys.stderr)
+  except ValueError as e:  # The path has NUL, or the file is not in UTF-8.
+    print(f'{_FlagFiles()} cannot be read: {e}', file=sys.stderr)
     sys.exit(2)
+  for text, name in [*((a, 'an argument') for a in arguments), *_Texts()]:
+    if not domain.IsText(text):
+      print(f'{name} is not in UTF-8, or contains NUL: {text!r}', file=sys.stderr)
+      sys.exit(2)
   if subjects and FLAGS.completion:
     print(completion.Script(FLAGS.completion, program, FLAGS, names), end='')
     sys.exit(0)
@@ -70,3 +75,16 @@ def Parse(
     )
     sys.exit(2)
   return arguments
+
+
+def _FlagFiles() -> str:
+  """Returns the arguments that name files of flags, for messages."""
+  return ' '.join(a for a in sys.argv[1:] if 'flagfile' in a) or '--flagfile'
+
+
+def _Texts() -> Iterator[tuple[str, str]]:
+  """Yields (text, name) of the strings that flags have as values, also in lists."""
+  for name, value in FLAGS.flag_values_dict().items():
+    for text in value if isinstance(value, list) else [value]:
+      if isinstance(text, str):
+        yield text, f'--{name}'

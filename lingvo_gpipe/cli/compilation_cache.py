@@ -8,6 +8,8 @@ import os
 
 import tensorflow as tf
 
+from lingvo_gpipe.core import files
+
 _OPTION = '--tf_xla_persistent_cache_directory'
 
 
@@ -39,7 +41,10 @@ def Use(directory: str) -> str:
   named = [flag for flag in flags if flag.startswith(_OPTION)]
   if named and named != [f'{_OPTION}={path}']:
     raise ValueError(f'TF_XLA_FLAGS already names a compilation cache ({named[0]}); unset one')
-  os.makedirs(path, exist_ok=True)
+  try:
+    os.makedirs(path, exist_ok=True)
+  except OSError as e:
+    raise files.CannotWrite('compiled code', path, e) from e
   if not named:
     os.environ['TF_XLA_FLAGS'] = ' '.join([*flags, f'{_OPTION}={path}'])
   return path

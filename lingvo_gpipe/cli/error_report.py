@@ -57,7 +57,8 @@ def _OwnCode(error: Exception) -> list[str]:
   own_calls = [
     call
     for call in calls
-    if os.path.abspath(call[0]).startswith(home)
+    if not call[0].startswith('<')  # Code without a file, such as <frozen runpy>.
+    and os.path.abspath(call[0]).startswith(home)
     and not os.path.abspath(call[0]).startswith(_PACKAGE)
     and 'site-packages' not in call[0]
   ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Domains: the values that a param may have, declared where the param is defined.
 
-    p.Define('num_layers', 1, 'Number of layers.', domain.Int(1, 10_000))
+    p.Define('num_layers', 1, 'Number of layers.', domain.Int(1, 4096))
     p.Define('decay', 0.999, 'Decay; None: no decay.', domain.Number(0, below=1) | domain.NONE)
 
 Text must be in the domain when it is set, and every value when its Params are instantiated. The
@@ -206,6 +206,14 @@ def ParamsOf(cls: type) -> Domain:
   return Domain(f'the Params of a {cls.__name__}', _Contains)
 
 
+def IsText(value: Any) -> bool:
+  """Whether a value is a string that files and paths may hold: in UTF-8 and without NUL."""
+  try:
+    return isinstance(value, str) and b'\0' not in value.encode()
+  except UnicodeEncodeError:  # It has surrogates.
+    return False
+
+
 def _IsRegex(value: Any) -> bool:
   try:
     with warnings.catch_warnings():
@@ -223,9 +231,14 @@ def _IsFloatDType(value: Any) -> bool:
 NONE = Domain('None', lambda x: x is None)
 ANY = Domain('any value', lambda x: True)
 BOOL = Domain('a bool', lambda x: isinstance(x, bool) or literals.IsNumpyBool(x), False)
-STR = Domain('a string', lambda x: isinstance(x, str), '')
+STR = Domain('a string in UTF-8 without NUL', IsText, '')
 STRINGS = ListOf(STR)
 REGEX = Domain('a regular expression', _IsRegex, '')
+NAME = Domain(
+  'a name of letters, digits and _',
+  lambda x: isinstance(x, str) and (not x or (x.isidentifier() and x.isascii())),
+  '',
+)
 FLOAT_DTYPE = Domain('a floating dtype such as float32', _IsFloatDType)
 PARAMS = Domain('Params', lambda x: hasattr(x, 'FromText'))
 

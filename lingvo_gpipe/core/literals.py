@@ -320,6 +320,8 @@ def _CheckAllowed(module_name: str, qualname: str) -> None:
 
 def _Resolve(module_name: str, qualname: str) -> Any:
   """Returns the class or function of that name in an imported module."""
+  if not qualname.isprintable():
+    raise ValueError(f'{Shorten(qualname)} is not the name of a class or a function')
   _CheckAllowed(module_name, qualname)
   module = sys.modules.get(module_name)
   if module is None:
@@ -340,7 +342,8 @@ def _Resolve(module_name: str, qualname: str) -> Any:
   if not (IsNamed(value) or callable(value)):
     raise ValueError(f'{qualname} of module {module_name} is not a class or a function')
   # The module may have imported it.
-  _CheckAllowed(str(value.__module__), getattr(value, '__qualname__', qualname))
+  # Methods that are implemented in C have no module.
+  _CheckAllowed(str(getattr(value, '__module__', None)), getattr(value, '__qualname__', qualname))
   return value
 
 

@@ -66,7 +66,7 @@ class ProjectionLayer(base_layer.BaseLayer):
     p.Define('input_dim', 0, 'Size of the last axis of the inputs.', domain.SIZE)
     p.Define('output_dim', 0, 'Size of the last axis of the outputs.', domain.SIZE)
     p.Define('has_bias', False, 'Whether to add a bias b.')
-    p.Define('bias_init', 0.0, 'Initial value of all entries of b.')
+    p.Define('bias_init', 0.0, 'Initial value of all entries of b.', domain.Number())
     p.Define(
       'activation', 'RELU', 'Name of the activation; see layers/activations.py.', activations.NAME
     )

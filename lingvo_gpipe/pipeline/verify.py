@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context
+from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline import pipelining_layer, replicas
-from lingvo_gpipe.pipeline.stages import micro_batch, stage_math
+from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_math
 
 # By dtype: the largest error of a gradient and of a loss.
 GRADIENT_BOUNDS = {'float64': 1e-10, 'float32': 1e-5}
@@ -238,7 +238,9 @@ def _Pipelined(
     gradient_sum.Add()
     return sums, tf.add_n([b.loss_weight for b in micro_batches])
 
-  sums, announced = Step(list(micro_batches), tf.constant(step, tf.int64))
+  args = list(micro_batches), tf.constant(step, tf.int64)
+  with failures.LocateFailure(engine, lambda: Step.python_function(*args)):
+    sums, announced = Step(*args)
   total = float(announced)
   grads: dict[str, np.ndarray] = {}
   for s in engine.holders:
@@ -300,8 +302,12 @@ class _Reference:
     return float(_Divide(np.float64(total), weight_sum))
 
   def _Loss(self, args: tuple[Any, ...], side: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    thetas = [layer.theta for layer in self._layers]
-    outputs = sequential.AsTuple(sequential.FPropLayers(self._layers, thetas, *args))
+    def Run(i: int, layer: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
+      del i
+      with failures.NoteLayer(layer, args):
+        return layer.FPropSkips(layer.theta, skips, *args)
+
+    outputs = sequential.AsTuple(sequential.RunLayers(self._layers, Run, args)[0])
     loss, weight = self._loss_fn([layer.theta for layer in self._last_layers], outputs, side)[
       'loss'
     ]

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
+from lingvo_gpipe.core import text_table
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import multi_task_model
 from lingvo_gpipe.input import batches
@@ -216,9 +218,23 @@ def _MakeRunner(
 ) -> _Runner:
   """Returns a runner of one task, made with `options`, that expects the batches of its input."""
   source = model.inputs[name]
+  _CheckBatchFits(source, devices)
   runner = kind(model.tasks[name], devices, source.BatchSpec(), **options)
   runner.ExpectBatches(source.BatchSpecs())
   return runner
+
+
+def _CheckBatchFits(source: Any, devices: Sequence[str]) -> None:
+  """Raises ValueError if a batch takes more than the memory of all hosts, if all are like this."""
+  spec, num_hosts = source.BatchSpec(), len({tf.DeviceSpec.from_string(d).task for d in devices})
+  memory = num_hosts * os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  size = sum((x.shape.num_elements() or 0) * x.dtype.size for x in spec.Flatten())
+  if size > memory:
+    raise ValueError(
+      f'{type(source).__name__} {source.params.name!r}: a batch takes '
+      f'{text_table.FormatBytes(size)}, more than the memory of {text_table.FormatBytes(memory)}: '
+      'set a smaller batch_size, or shorter examples'
+    )
 
 
 def _SharedWeights(

@@ -131,7 +131,7 @@ class TransformerLm(LanguageModel):
     p.Define('model_dim', 128, 'Size of the vectors between layers.', domain.SIZE)
     p.Define('hidden_dim', 512, 'Size of the feed-forward hidden layer.', domain.SIZE)
     p.Define('num_heads', 4, 'Number of attention heads.', domain.SIZE)
-    p.Define('num_layers', 4, 'Number of Transformer layers.', domain.Int(1, 10_000))
+    p.Define('num_layers', 4, 'Number of Transformer layers.', domain.Int(1, 4096))
     p.Define(
       'layers_per_block',
       1,
@@ -162,6 +162,7 @@ class TransformerLm(LanguageModel):
       'ff_init_depth_exponent',
       0.0,
       'x: scales the initial feed-forward weights by num_layers^-x; 0.5: XavierWithFixupParams.',
+      domain.Number(0, 8),
     )
     p.Define('final_layer_norm', True, 'Whether there is a LayerNorm before the softmax.')
     p.Define(

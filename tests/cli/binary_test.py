@@ -88,7 +88,17 @@ _MISTAKES = {
     ('--model_params_file_override', "'{}/latin'", 'UTF-8', 'line 2'),
   ),
   'file of flags that is not UTF-8': (
-    'trainer', ['--flagfile={}/latin'], ('--flagfile', 'UTF-8', '0xe9'),
+    'trainer', ['--flagfile={}/latin'], ('--flagfile', 'latin', '0xe9'),
+  ),
+  'path that is not UTF-8': (
+    'trainer', [_MODEL, '--logdir={}/\udcff'], ('--logdir', 'UTF-8', 'udcff'),
+  ),
+  'path with NUL in a file of flags': (
+    'trainer', ['--flagfile={}/nul'], ('--logdir', 'NUL'),
+  ),
+  'cache below a file': (
+    'trainer', [_MODEL, '--logdir={}', '--xla_cache=' + __file__, _Tiny('')],
+    ('compiled code', __file__),
   ),
   'file of Params that is not UTF-8': (
     'trainer', ['--mode=diff_params', processes.MODEL, '{}/latin'],
@@ -183,6 +193,7 @@ def mistaken(tmp_path_factory, forks):
   """({mistake: finished process}, log directory); one process imports TensorFlow itself."""
   logdir = str(tmp_path_factory.mktemp('run'))
   pathlib.Path(logdir, 'latin').write_bytes(b'task.num_layers:2\ntask.name:caf\xe9\n')
+  pathlib.Path(logdir, 'nul').write_text(f'--logdir={logdir}/a\0b\n')
   finished = {}
   with logdir_lock.HoldLock(f'{logdir}/held/train'):
     for what, (program, args, _) in _MISTAKES.items():

@@ -12,7 +12,7 @@ from lingvo_gpipe.layers import dropout, embedding, transformer
 from lingvo_gpipe.pipeline import pipelining_layer, verify
 from lingvo_gpipe.pipeline.stages import stage_math
 from tests import naming
-from tests.toys import faulty_layers, stacks
+from tests.toys import faulty_layers, layers, stacks
 
 _BATCH, _TIME, _DIM, _VOCAB = 6, 5, 8, 11
 
@@ -177,6 +177,17 @@ def testNotANumberIsWorst():
 def testLowPrecisionIsRefused():
   with pytest.raises(ValueError, match=naming.Naming('bfloat16', 'dtype', 'fprop_dtype')):
     _Verify(xla=False, dtype=tf.float32, fprop_dtype=tf.bfloat16)
+
+
+def _FailsWhileRunning(x, paddings):
+  return tf.debugging.check_numerics(x / 0.0, 'out of cheese'), paddings
+
+
+@pytest.mark.parametrize('xla', [False, True])  # XLA compiles no checks.
+def testAFailedStepNamesTheLayer(xla):
+  with pytest.raises(tf.errors.InvalidArgumentError, match='out of cheese') as e:
+    _Verify(layers.NoWeightsLayer.Params().Set(fn=_FailsWhileRunning), splits=[1, 2, 3], xla=xla)
+  assert any('stack.layers[1]' in note for note in e.value.__notes__)
 
 
 if __name__ == '__main__':

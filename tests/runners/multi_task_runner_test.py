@@ -274,5 +274,11 @@ def testEachTrainedTaskNeedsAnInput():
     _Runner(input=multi_task.AsParams({'a': multi_task.Input('a')}))
 
 
+def testABatchLargerThanTheMemoryIsRefused(monkeypatch):
+  monkeypatch.setattr(multi_task_runner.os, 'sysconf', lambda name: 1)
+  with pytest.raises(ValueError, match=naming.Naming('SyntheticRegressionInput', 'batch_size')):
+    _Runner(a=multi_task.Task(2))
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
