@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
+from lingvo_gpipe.distributed import cluster
 from lingvo_gpipe.experiment import registry
 from tools import program
 
@@ -106,6 +107,7 @@ def Run() -> int:
   """Prints a line for each experiment."""
   if wrong := [key for key in FLAGS.models if key not in TABLE]:
     raise ValueError(f'--models: {wrong[0]!r} is not in Table 1; expected some of {list(TABLE)}')
+  cluster.Cluster.Create(1, platform='cpu')  # Nothing is computed on an accelerator.
   print('parameters and weights: counted; activations: predicted; paper: as it reports')
   print(
     _COLUMNS.format(

@@ -25,6 +25,7 @@ from typing import Any
 from absl import flags
 
 from lingvo_gpipe.core import text_table
+from lingvo_gpipe.distributed import cluster
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.schedule import schedules
 from lingvo_gpipe.planner import device_description, model_costs, plan_choice, planner
@@ -191,6 +192,7 @@ def Run() -> int:
       print('\n'.join(Offload(name)) + '\n', flush=True)
   if tables == ['offload']:
     return 0
+  cluster.Cluster.Create(1, platform='cpu')  # Nothing is computed on an accelerator.
   transformer = Costs(_TRANSFORMER)
   if 'depth' in tables:
     print('\n'.join(Depth(transformer)) + '\n', flush=True)
