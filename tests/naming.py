@@ -15,3 +15,8 @@ def Naming(*parts: object) -> str:
 def Names(text: str, *parts: object) -> bool:
   """Whether a text names each part, such as a line of a log."""
   return re.search(Naming(*parts), text) is not None
+
+
+def AnyLineNames(text: str, *parts: object) -> bool:
+  """Whether one line of a text names all parts, such as the action and the step in an output."""
+  return any(Names(line, *parts) for line in text.splitlines())

@@ -66,10 +66,10 @@ def _RunUntilItFails(trainer, forks, logdir, disturb):
 def _AssertResumes(trainer, logdir, message, undisturbed):
   """Checks that the message names the last good checkpoint, and that the resumed run is exact."""
   last = processes.Steps(logdir)[-1]
-  assert re.search(r'training ended after step \d+;', message)
+  assert re.search(r'after step \d+;', message)
   assert processes.Tensors(logdir, last)['global_step'] == last
   done = trainer('Toy', logdir, END, 'task.train.save_interval_steps:0')
-  assert f'resuming from step {last} ' in processes.Succeeded(done).stdout
+  assert naming.AnyLineNames(processes.Succeeded(done).stdout, 'resuming', f'step {last}')
   processes.AssertSameTensors(processes.Tensors(logdir, END), undisturbed)
   return last
 
@@ -105,8 +105,7 @@ def testAFullDiskStopsTheRunAndLosesNothing(trainer, forks, small_disk, undistur
 
   message = _RunUntilItFails(trainer, forks, logdir, Fill)
   assert naming.Names(message, f"'{logdir}/train'", 'No space left on device', 'free space')
-  assert re.search(r'checkpoint of step \d+ in ', message)
-  assert not re.search('out of memory', message)
+  assert 'memory' not in message
   ballast.unlink()
   last = _AssertResumes(trainer, logdir, message, undisturbed)
   assert naming.Names(message, f'checkpoint of step {last}')
@@ -154,8 +153,8 @@ def testAReadOnlyDiskStopsTheRunAndLosesNothing(trainer, forks, tmp_path, undist
 def testARemovedLogDirectoryStopsTheRunAndIsNotCreatedAgain(trainer, forks, tmp_path, undisturbed):
   logdir, elsewhere = tmp_path / 'run', tmp_path / 'elsewhere'
   message = _RunUntilItFails(trainer, forks, logdir, lambda pid: logdir.rename(elsewhere))
-  assert re.search(rf"lost its directory '{logdir}/train'|Cannot save .* in '{logdir}", message)
-  assert naming.Names(message, 'starts over')
+  # Either the lock or the next checkpoint is missed first.
+  assert f"'{logdir}/train" in message and naming.Names(message, 'starts over')
   assert not logdir.exists()
   _AssertResumes(trainer, elsewhere, message, undisturbed)
 
@@ -179,8 +178,8 @@ def testAStepThatNeedsTooMuchMemoryIsReported(trainer, impatient, tmp_path):
   done = impatient.Wait()
   assert done.returncode == 1
   cause, code, where, hint, _ = processes.Messages(done.stderr)[-5:]
-  assert cause.startswith('ResourceExhaustedError in the loss, in stage 0 (toy')
-  assert 'shape[1048576,1048576]' in cause
+  assert cause.startswith('ResourceExhaustedError ')
+  assert naming.Names(cause, 'loss', 'stage 0', 'shape[1048576,1048576]')
   assert code.endswith(', in ComputeLoss')
   for what in ('num_micro_batches', 'num_stages', 'remat_policy', 'batch_size'):
     assert what in hint
@@ -192,8 +191,8 @@ def testAWeightThatNeedsTooMuchMemoryIsReported(trainer, impatient, tmp_path):
   done = trainer('Large', tmp_path, 4, run=impatient.Run)
   assert done.returncode == 1
   which, hint, _ = processes.Messages(done.stderr)[-3:]
-  assert ' the weight toy.large of shape [33554432, 33554432]: ' in which
-  assert hint.startswith('out of memory: try more micro-batches')
+  assert naming.Names(which, 'weight', 'toy.large', '[33554432, 33554432]')
+  assert naming.Names(hint, 'memory', 'num_micro_batches')
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -230,11 +229,11 @@ def testARecordThatIsDamagedDuringTheRun(trainer, project, tmp_path):
   )
   assert processes.Steps(tmp_path)[-1] == 4
   # With and without a cache of the tokens; with it the file is not read again.
-  for steps, more in ((8, ''), (10, 'input.cache_dir:cache'), (12, 'input.cache_dir:cache')):
-    done = trainer('Pairs', tmp_path, steps, f'input.damaged_records:skip;{more}')
-    assert 'resuming from step' in processes.Succeeded(done).stdout
-    message = '(1 damaged records were left out)'
-    assert f'data: Train 19 examples {message}\n' in done.stdout
+  cached = 'input.cache_dir:cache'
+  for start, end, more in ((4, 8, ''), (8, 10, cached), (10, 12, cached)):
+    done = trainer('Pairs', tmp_path, end, f'input.damaged_records:skip;{more}')
+    assert naming.AnyLineNames(processes.Succeeded(done).stdout, 'resuming', f'step {start}')
+    assert naming.AnyLineNames(done.stdout, 'Train', '19 examples', '1 damaged records')
     assert naming.Names((tmp_path / 'report.txt').read_text(), '1 damaged records')
     assert '"num_damaged_records": 1' in (tmp_path / 'report.json').read_text()
 
@@ -251,7 +250,7 @@ def testAnErrorInTheDataOfAnEvaluationIsReported(trainer, tmp_path, program):
   assert naming.Names(cause, 'FailingData', 'example 6', 'data set')
   assert cause.endswith(': ValueError: example 7 is bad')
   assert re.search(r'/tasks/regression\.py", line \d+, in _Check$', code)
-  assert hint.startswith('what to try: ') and 'Dataset(start=6)' in hint
+  assert naming.Names(hint, 'Dataset(start=6)')
   assert trace == f'stack trace: {tmp_path}/error-{program}.txt'
   if program == 'trainer':
     (ended,) = where
@@ -273,7 +272,7 @@ def testASignalWhileTheFirstStepIsTracedSavesThatStep(trainer, forks, tmp_path):
   until.touch()
   done = forks.Wait()
   assert done.returncode == 128 + signal.SIGTERM
-  assert 'stopped by SIGTERM after step 1; ' in done.stdout
+  assert naming.AnyLineNames(done.stdout, 'stopped', 'SIGTERM', 'step 1')
   assert processes.Steps(tmp_path) == [1]
   assert any(
     naming.Names(line, 'SIGTERM: finishing', 'SIGTERM again')

@@ -81,8 +81,8 @@ def testDamagedCheckpointsAreNamedAndThePreviousOneIsUsed(trainer, trained, copi
   data[len(data) // 2] ^= 1
   path.write_bytes(data)
   done = processes.Succeeded(trainer('Toy', copied, 3))
-  assert 'resuming from step 1 ' in done.stdout
-  steps = re.findall(r'Skipping damaged checkpoint \S*ckpt-0*(\d)-', done.stderr)
+  assert naming.AnyLineNames(done.stdout, 'resuming', 'step 1')
+  steps = re.findall(r'damaged .*\bckpt-0*(\d)-', done.stderr)
   assert steps == ['3', '2']
   # The new checkpoint of this step equals the old one.
   assert processes.Steps(copied)[-1] == 3
@@ -103,13 +103,14 @@ def testChangedParamsAreRefusedUnlessAllowed(trainer, trained, copied):
   assert processes.Steps(copied) == processes.Steps(trained)
   done = processes.Succeeded(trainer('Toy', copied, 4, other, '--allow_params_change'))
   change, rate = processes.Messages(done.stderr)
-  assert re.search(message, change) and 'resuming from step 3 ' in done.stdout
+  assert re.search(message, change) and naming.AnyLineNames(done.stdout, 'resuming', 'step 3')
   assert naming.Names(rate, 'learning_rate', '0.5')
 
 
 def testHarmlessChangesOfParamsPassAndAreLogged(trainer, copied):
   done = processes.Succeeded(trainer('Toy', copied, 4, 'task.train.save_max_to_keep:2'))
-  assert 'resuming from step 3 ' in done.stdout and processes.Messages(done.stderr) == []
+  assert naming.AnyLineNames(done.stdout, 'resuming', 'step 3')
+  assert processes.Messages(done.stderr) == []
   assert re.search('other Params: ~ task.train.save_max_to_keep : .* -> 2', done.stderr)
 
 
@@ -127,7 +128,7 @@ def testNonfiniteStepsInARowEndTheRun(trainer, tmp_path):
   assert done.returncode == 1
   why, where = processes.Messages(done.stderr)
   assert naming.Names(why, 'step 4', '2 steps', '(3 to 4', 'updates', '--check_numerics')
-  assert naming.Names(why, 'input of micro-batch 0', '3 NaN and 0 Inf', 'targets')
+  assert naming.Names(why, 'input', 'micro-batch 0', '3 NaN', '0 Inf', 'targets')
   assert naming.Names(where, 'after step 4', 'checkpoint of step 3')
   two, three = (processes.Tensors(tmp_path, step)['toy.w'] for step in (2, 3))
   np.testing.assert_array_equal(two, three)
@@ -142,10 +143,10 @@ def testAnInputThatCannotBeSavedIsRefusedAtTheStart(trainer, tmp_path):
 def testARunEndsAtADamagedRecordOfAStreamAndResumesWithoutIt(trainer, tmp_path):
   line = _RefusedIn(trainer('Stream', tmp_path, 9))
   assert naming.Names(line, 'points.tfrecord', 'record 21', 'byte 720', 'damaged_records', 'skip')
-  assert naming.Names(line, 'Records', 'example 18', 'after step 6', 'checkpoint of step')
+  assert naming.Names(line, 'Records', 'example 18', 'after step 6', 'checkpoint')
   before = processes.Steps(tmp_path)
   done = processes.Succeeded(trainer('Stream', tmp_path, 9, 'input.damaged_records:skip'))
-  assert f'resuming from step {before[-1]} ' in done.stdout
+  assert naming.AnyLineNames(done.stdout, 'resuming', f'step {before[-1]}')
   assert naming.Names(done.stdout, '1 damaged records')
 
 

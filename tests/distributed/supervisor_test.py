@@ -147,13 +147,13 @@ def testAFailedRestartOfWorkersIsRetried(tmp_path):
   process = _Start(tmp_path, 'FailUntil:2', workers='FailAtTheRestart')
   _, stderr = process.communicate(timeout=_SECONDS)
   assert process.returncode == 0, stderr
-  assert 'worker 0 ended at its start; resuming' in stderr
+  assert naming.AnyLineNames(stderr, 'worker 0', 'resuming')
 
 
 def testAFailedFirstStartOfWorkersIsAnError(tmp_path):
   process = _Start(tmp_path, 'Return:0', workers='FailAtTheStart')
   _, stderr = process.communicate(timeout=_SECONDS)
-  assert process.returncode == 1 and 'OSError: worker 0 ended at its start' in stderr
+  assert process.returncode == 1 and naming.AnyLineNames(stderr, 'OSError', 'worker 0')
 
 
 def testASignalDuringTheForkIsForwardedOnce(tmp_path):
@@ -198,6 +198,12 @@ def _Signs(step_timeout, *read):
   return signs
 
 
+def _Limit(signs):
+  """Returns the deadline, the seconds and the missing event's kind: step, batch or checkpoint."""
+  deadline, seconds, event = signs.limit
+  return deadline, seconds, event.split()[0]
+
+
 def testTheLimitDependsOnTheKindOfTheStepInProgress():
   batches = [(float(i), b'V' if i % 2 else b'v') for i in range(100)]
   steps = [(100.0 + 20 * i, b'T' if i % 2 else b't') for i in range(100)]
@@ -218,15 +224,15 @@ def testTheLimitDependsOnTheKindOfTheStepInProgress():
 def testAWriteHasALimitOfItsOwn():
   writes = [(90.0 * i, b'w' if i % 2 else b'W') for i in range(10)]
   signs = _Signs(5.0, *writes, (900.0, b'W'), (1000.0, b'T'))
-  assert signs.limit == (1005.0, 5.0, 'step was done')
+  assert _Limit(signs) == (1005.0, 5.0, 'step')
   signs.Take(b't', 1001.0)
-  assert signs.limit == (1800.0, 900.0, 'checkpoint was written')
+  assert _Limit(signs) == (1800.0, 900.0, 'checkpoint')
   signs.Take(b'R', 1002.0)
-  assert signs.limit == (1007.0, 5.0, 'batch was read')
+  assert _Limit(signs) == (1007.0, 5.0, 'batch')
   signs.Take(b'w', 1003.0)
-  assert signs.limit == (1007.0, 5.0, 'batch was read')
+  assert _Limit(signs) == (1007.0, 5.0, 'batch')
   signs.Take(b'Wl', 1004.0)
-  assert signs.limit == (1904.0, 900.0, 'checkpoint was written')
+  assert _Limit(signs) == (1904.0, 900.0, 'checkpoint')
   # After fast writes, a slow one still has ten minutes.
   quick = [(float(i), b'w' if i % 2 else b'W') for i in range(10)]
   assert _Signs(None, *quick, (10.0, b'W')).limit.seconds == 600
@@ -235,7 +241,7 @@ def testAWriteHasALimitOfItsOwn():
 def testAReadHasAtLeastTenMinutes():
   """It may wait for a file, or fill a shuffle buffer after many reads from a full one."""
   ready = [(i / 100, b'r' if i % 2 else b'R') for i in range(100)]
-  assert _Signs(None, *ready, (2.0, b'R')).limit == (602.0, 600.0, 'batch was read')
+  assert _Limit(_Signs(None, *ready, (2.0, b'R'))) == (602.0, 600.0, 'batch')
   assert _Signs(5.0, *ready, (2.0, b'R')).limit.seconds == 5
   slow = [(90.0 * i, b'r' if i % 2 else b'R') for i in range(10)]
   assert _Signs(None, *slow, (900.0, b'R')).limit.seconds == 900
