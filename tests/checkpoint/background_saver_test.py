@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves in the background hold the values of their step, and every failure is reported."""
 
+import re
 import sys
 import threading
 
@@ -160,7 +161,7 @@ def testWithoutAThreadSaveReturnsAfterTheCommit(tmp_path, monkeypatch):
   saver = _Saver(tmp_path, in_background=False)
   saver.Save(1, {'v': tf.Variable(1.0)}, {})
   assert _Saved(tmp_path) == (1, 1.0)
-  assert saver.Report().endswith('; 0.00 s of writing overlapped with it')
+  assert re.search(r'; 0\.00 s of writing\b', saver.Report())
   monkeypatch.setattr(tensor_bundle, 'Write', lambda *args: 1 / 0)
   with pytest.raises(ZeroDivisionError):
     saver.Save(2, {'v': tf.Variable(1.0)}, {})

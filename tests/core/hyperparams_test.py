@@ -12,6 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from lingvo_gpipe.core import hyperparams
+from tests import naming
 from tests.toys import params_samples
 
 Layer, Options = params_samples.Layer, params_samples.Options
@@ -39,7 +40,7 @@ def testInvalidNamesRaise(name):
 
 
 def testDefiningANameTwiceRaises():
-  assert _Message(AttributeError, _Leaf(x=1).Define, 'x', 2, '') == 'x is already defined'
+  assert naming.Names(_Message(AttributeError, _Leaf(x=1).Define, 'x', 2, ''), 'x', 'defined')
 
 
 def testIsNeitherHashableNorIterable():
@@ -282,12 +283,12 @@ def testFromTextIsAtomic(text):
 
 def testTextForNestedParamsRaises():
   p = _Model()
-  assert _Message(ValueError, p.FromText, 'task.train:0.1') == (
-    "task.train is Params; set one of the params in it such as task.train.learning_rate, got '0.1'"
-  )
+  message = _Message(ValueError, p.FromText, 'task.train:0.1')
+  assert naming.Names(message, 'task.train is Params', 'task.train.learning_rate', "'0.1'")
   assert 'task.train expects Params' in _Message(ValueError, p.FromText, 'task.train:None')
   p.task.train = None
-  assert 'is None, in place of Params' in _Message(ValueError, p.FromText, 'task.train:5')
+  message = _Message(ValueError, p.FromText, 'task.train:5')
+  assert naming.Names(message, 'task.train', 'None', 'Params')
 
 
 def testTypeOfTheDefaultReplacesATypeOfNone():
@@ -299,7 +300,8 @@ def testTypeOverrides():
   p = _Leaf(x=1, y=None)
   p.FromText('x:a text\ny:5', {'x': 'str', 'y': 'str'})
   assert p.x == 'a text' and p.y == '5'
-  assert _Message(ValueError, p.FromText, 'x:[1]', {'x': 'dict'}) == "x expects dict, got '[1]'"
+  message = _Message(ValueError, p.FromText, 'x:[1]', {'x': 'dict'})
+  assert naming.Names(message, 'x', 'dict', "'[1]'")
   assert 'no types' in _Message(ValueError, p.FromTextWithTypes, 'x : 1\n')
   assert p.Copy().FromTextWithTypes('') == p
 

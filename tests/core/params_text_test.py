@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lingvo_gpipe.core import literals, nested_map, params_text
 from lingvo_gpipe.input import synthetic
 from lingvo_gpipe.layers import linear, norm
+from tests import naming
 
 
 class Color(enum.Enum):
@@ -212,9 +213,8 @@ def testParseOverrides(text, pairs):
   ],
 )
 def testOverridesWithoutKeyOrColonRaise(text, quoted):
-  with pytest.raises(ValueError) as info:
+  with pytest.raises(ValueError, match=naming.Naming(quoted, 'key:value')):
     params_text.ParseOverrides(text)
-  assert str(info.value) == f'{quoted} is not of the form key:value'
 
 
 @hypothesis.settings(deadline=None)

@@ -138,7 +138,8 @@ def testASignalEndsAnEvaluationBetweenBatches(tmp_path, capsys):
   done = dataset_pass.Evaluation(runner, _Numbers.Params(), 'Test', str(tmp_path), stop)
   assert done.Run(7) is None
   assert runner.seen == [0, 1, 2, 3]
-  assert capsys.readouterr().out == 'Test at step 7: stopped by SIGINT, no result\n'
+  (line,) = capsys.readouterr().out.splitlines()
+  assert naming.Names(line, 'Test', 'step 7', 'SIGINT')
   assert os.listdir(tmp_path) == []
 
 

@@ -125,7 +125,7 @@ def testATemporarilyUnreadableDirectoryIsReadAgain(run, monkeypatch, caplog):
   assert evaluator.Run() == 0
   assert list(_Lines(run)) == [10]
   for _, name in failing:
-    assert f'no route to {name}; trying again' in caplog.text
+    assert naming.AnyLineNames(caplog.text, f'no route to {name}', 'again')
 
 
 def _FailOnce(monkeypatch, place, name):
@@ -299,7 +299,7 @@ def testADamagedFirstCheckpointIsSkipped(run, monkeypatch, caplog):
   assert 'ckpt-00000002-' in message and 'Skipping' in message
   # The damaged one is not among the skipped ones.
   (message,) = _Skipped(caplog)
-  assert 'checkpoints of step 6:' in message
+  assert naming.Names(message, 'step 6') and 'step 2' not in message
 
 
 def testNoReadableCheckpointIsAnError(run):

@@ -153,8 +153,8 @@ def testUnknownKeyErrorIsOneLineWithPlacesAndClosestKeys(project):
       registry.GetClass(key)
     assert type(error.value) is LookupError
     text = _OneLine(error)
-    assert f"No experiment '{key}'" in text and str(project.root / 'params') in text
-    assert 'Did you mean lm.stdlib.ByteTransformerGPipe2 or lm.bad.ByteTransformerGPipe3' in text
+    assert naming.Names(text, f"'{key}'", project.root / 'params')
+    assert naming.Names(text, 'lm.stdlib.ByteTransformerGPipe2 or lm.bad.ByteTransformerGPipe3')
   with pytest.raises(LookupError, match=naming.Naming("'lenet.lenet'", 'image.digits.LeNet?')):
     registry.GetClass('lenet.lenet')
   with pytest.raises(LookupError, match=naming.Naming('4 known keys', '--mode=list')):
@@ -208,7 +208,7 @@ def testAKeyMustBeDottedIdentifiers(project, key):
   project.Write('x.py', _Experiment('X'))
   with pytest.raises(ValueError, match=naming.Naming('experiment key', repr(key))) as error:
     registry.GetClass(key)
-  assert not isinstance(key, str) or key != 'X' or 'Did you mean lm.X' in _OneLine(error)
+  assert key != 'X' or naming.Names(_OneLine(error), 'lm.X?')
   assert 'x' not in sys.modules
 
 

@@ -37,7 +37,7 @@ def testErrorNamesTheExamplesOfTheBatch(start):
     next(iterator)
   note, hint = e.value.__notes__
   assert naming.Names(note, "_Failing 'Train'", f'example {first}', 'data set')
-  assert hint.startswith('what to try: ') and f' Dataset(start={first}) of ' in hint
+  assert naming.Names(hint, f'Dataset(start={first})')
   with pytest.raises(tf.errors.InvalidArgumentError):
     next(iter(_Input().Dataset(start=first)))
 

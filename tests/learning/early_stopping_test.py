@@ -140,7 +140,7 @@ def testAChangedMetricStartsOver(caplog):
   after = _Make(metric='accuracy', minimize=False)
   after.Restore(before.State())
   assert after.best_step is None
-  assert ': metric, minimize of train.early_stop' in caplog.text
+  assert naming.Names(caplog.text, 'metric', 'minimize', 'train.early_stop')
   assert 'step was 10' in caplog.text
 
 

@@ -231,7 +231,7 @@ def testTheProgramCountsTheDataOfWholeUpdates(tmp_path, capsys):
   )
   assert program.Run() == 0
   out = capsys.readouterr().out
-  assert re.search(r'3 mini-batches: .* first 2 .*\nstopped .* data after step 2; ', out)
+  assert re.search(r'3 mini-batches\b.* first 2 .*\nstopped .*\bdata\b.* step 2\b', out)
   assert processes.Steps(tmp_path) == [2]
   metadata = checkpointer.Checkpointer(str(tmp_path / 'train')).Latest().metadata
   assert metadata['examples_consumed'] == 24

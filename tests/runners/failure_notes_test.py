@@ -32,7 +32,7 @@ def testRemediesIfMemoryRunsOut(error):
   with pytest.raises(type(error)), failure_notes.Hints(params):
     raise error
   (hint,) = error.__notes__
-  assert hint.startswith('out of memory: try more micro-batches (num_micro_batches of task.stack)')
+  assert naming.Names(hint, 'memory', 'num_micro_batches of task.stack')
 
 
 def _Model(**tasks):

@@ -111,7 +111,7 @@ def testContinuesWithFewerWorkersAfterWaitingForAll(monkeypatch, caplog):
   answers, params, replicas = _Await(monkeypatch, [[1] * 9, [0] * 9, [1] * 9], 2)
   assert (list(answers), params.task.stack.num_stages, replicas) == (['0', '2'], 2, 1)
   assert ': worker 1 at 1 (gone)' in caplog.text
-  assert '1 x 2 devices (replicas x stages) instead of 1 x 3' in caplog.text
+  assert naming.AnyLineNames(caplog.text, '1 x 2 devices', '1 x 3')
 
 
 def testTakesAllWorkersIfTheyAnswerInTime(monkeypatch, caplog):
