@@ -34,7 +34,7 @@ def testRunsOnWorkersAndInOneProcessAreEqualAndResumeEachOther(forks, project, h
 
   done = Train(first, 2, f'--cluster={hosts}')
   assert not processes.Messages(done.stderr)
-  assert ' on 2 CPU devices of 2 workers\n' in done.stdout
+  assert naming.AnyLineNames(done.stdout, '2 CPU devices', '2 workers')
   assert 'task:1/device:CPU:0' in done.stdout
   assert re.search('written .* 2 workers ', done.stderr)
   tensors = processes.Tensors(first, 2)
@@ -49,7 +49,7 @@ def testRunsOnWorkersAndInOneProcessAreEqualAndResumeEachOther(forks, project, h
   assert len(_Parts(other, 2)) == 1
   processes.AssertSameTensors(tensors, processes.Tensors(other, 2))
   done = Train(other, 4, f'--cluster={hosts}', '--profile_steps=4,4')
-  assert 'resuming from step 2' in done.stdout
+  assert naming.AnyLineNames(done.stdout, 'resuming', 'step 2')
   # The placement of stages does not count as a changed circumstance.
   assert not processes.Messages(done.stderr)
   _AssertProfiled(other, done.stdout)
@@ -57,9 +57,9 @@ def testRunsOnWorkersAndInOneProcessAreEqualAndResumeEachOther(forks, project, h
   part = parts[worker_processes.UMASKS['014']]
   os.truncate(part, part.stat().st_size - 1)
   done = Train(first, 4)
-  assert 'resuming from step 1' in done.stdout
+  assert naming.AnyLineNames(done.stdout, 'resuming', 'step 1')
   (message,) = processes.Messages(done.stderr)
-  assert f'damaged checkpoint {part.parent}/tensors: {part.name} has ' in message
+  assert naming.Names(message, 'damaged', f'{part.parent}/tensors', part.name)
   processes.AssertSameTensors(processes.Tensors(first, 4), processes.Tensors(other, 4))
 
 
@@ -164,7 +164,7 @@ def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hos
     os.kill(pid, signal.SIGKILL)
   expected, on_workers = (processes.Tensors(tmp_path / name, 3) for name in ('process', 'workers'))
   processes.AssertSameTensors(on_workers, expected)
-  assert f'4 CPU devices of 3 workers at {", ".join(workers)}.\n' in done.stderr
+  assert naming.AnyLineNames(done.stderr, '4 CPU devices', '3 workers', ', '.join(workers))
   # By the process that restarts the workers, and by the process that trains.
   assert done.stderr.count(f' at localhost:{chief}.\n') == 2
   assert 'cuInit' not in done.stderr  # The run does not ask for a GPU.
@@ -235,20 +235,23 @@ def testTheSupervisorKnowsOfTheWaitForWorkers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'args, message',
+  'args, names',
   [
-    (['--task_index=0'], 'give one of --local_only'),
-    (['--task_index=0', '--local_only', '--trusted_network'], 'give one of --local_only'),
-    (['--local_only'], '--task_index is needed'),
-    (['--trusted_network', '--task_index=2'], 'there is no worker 2'),
-    (['--local_only', '--task_index=0'], 'worker 0 cannot listen at port'),
+    (['--task_index=0'], ['--local_only', '--trusted_network']),
+    (
+      ['--task_index=0', '--local_only', '--trusted_network'],
+      ['--local_only', '--trusted_network'],
+    ),
+    (['--local_only'], ['--task_index']),
+    (['--trusted_network', '--task_index=2'], ['no worker 2']),
+    (['--local_only', '--task_index=0'], ['worker 0', 'port']),
   ],
 )
-def testMistakesOfAWorkerAreOneLineErrors(forks, hosts, args, message):
+def testMistakesOfAWorkerAreOneLineErrors(forks, hosts, args, names):
   done = forks.Run('worker', f'--cluster={hosts}', *args)
   assert done.returncode == 2, done.stderr
   (line,) = processes.Messages(done.stderr)
-  assert message in line
+  assert naming.Names(line, *names)
 
 
 _LOCAL = """
@@ -265,7 +268,7 @@ def testALocalWorkerCannotBeStartedByHand(forks, tmp_path):
   done = forks.Run(str(tmp_path / 'program.py'), '--local')
   assert done.returncode == 2, done.stderr
   (line,) = processes.Messages(done.stderr)
-  assert '--local is for programs' in line and '--local_only' in line
+  assert naming.Names(line, '--local', '--local_only')
 
 
 def testMistakesInTheChoiceOfWorkersAreOneLineErrors(forks, project, hosts, tmp_path):
@@ -273,22 +276,22 @@ def testMistakesInTheChoiceOfWorkersAreOneLineErrors(forks, project, hosts, tmp_
     'cluster': {'worker': worker_processes.Addresses(hosts)},
     'task': {'type': 'worker', 'index': 1},
   }
-  for args, environment, message in (
-    (['--local_workers=2', f'--cluster={hosts}'], {}, '--cluster names running workers'),
-    (['--local_workers=2', '--platform=gpu'], {}, '--local_workers serve CPU devices'),
-    (['--local_workers=2', '--min_workers=1'], {}, 'local workers are restarted'),
-    ([f'--cluster={hosts}', '--min_workers=3'], {}, '--min_workers=3 exceeds the 2 workers of'),
-    ([f'--cluster={hosts}', '--worker_timeout=9'], {}, '--min_workers are enough: give both'),
-    (['--local_workers=2', '--num_devices=2'], {}, '--num_devices limits the devices of this'),
-    ([f'--cluster={hosts}', '--devices=0'], {}, '--devices chooses GPUs of this process'),
-    ([f'--cluster={tmp_path}/none'], {}, 'No such file'),
-    ([], {'TF_CONFIG': json.dumps(config)}, 'this process worker 1: start the program `worker`'),
+  for args, environment, names in (
+    (['--local_workers=2', f'--cluster={hosts}'], {}, ['--local_workers', '--cluster']),
+    (['--local_workers=2', '--platform=gpu'], {}, ['--local_workers', 'CPU']),
+    (['--local_workers=2', '--min_workers=1'], {}, ['local workers', '--min_workers']),
+    ([f'--cluster={hosts}', '--min_workers=3'], {}, ['--min_workers=3', '2 workers']),
+    ([f'--cluster={hosts}', '--worker_timeout=9'], {}, ['--worker_timeout', '--min_workers']),
+    (['--local_workers=2', '--num_devices=2'], {}, ['--num_devices', 'local workers']),
+    ([f'--cluster={hosts}', '--devices=0'], {}, ['--devices', 'CUDA_VISIBLE_DEVICES']),
+    ([f'--cluster={tmp_path}/none'], {}, [tmp_path / 'none', 'No such file']),
+    ([], {'TF_CONFIG': json.dumps(config)}, ['worker 1', '`worker`']),
   ):
     args = [*_Args(tmp_path, 1), *args]
     done = forks.Run('trainer', *args, cwd=project, more_environment=environment)
     assert done.returncode == 2
     (line,) = processes.Messages(done.stderr)
-    assert message in line
+    assert naming.Names(line, *names)
 
 
 # ---- local workers ---------------------------------------------------------------------------

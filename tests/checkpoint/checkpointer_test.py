@@ -171,17 +171,16 @@ def testRestoreNamesAllMismatchesBeforeAssigning(tmp_path):
     'lm.layer[2].w': tf.Variable(tf.zeros([4, 5])),
     'zzz': tf.Variable(0),
   }
-  with pytest.raises(ValueError) as e:
-    saver.Restore(info, variables)
-  message = str(e.value)
-  for part in (
-    'ckpt-00000001.json does not fit these 4 variables',
-    'not in the checkpoint: 2: lm.layer[2].w (closest: lm.layers[2].w), zzz;',
-    'only in the checkpoint: 1: lm.layers[2].w (closest: lm.layer[2].w);',
+  names = (
+    'ckpt-00000001.json',
+    '4 variables',
+    '2: lm.layer[2].w (closest: lm.layers[2].w), zzz',
+    '1: lm.layers[2].w (closest: lm.layer[2].w)',
     'lm.layers[1].w (variable float32[5, 4], checkpoint float32[4, 5])',
-  ):
-    assert part in message
-  assert '\n' not in message
+  )
+  with pytest.raises(ValueError, match=naming.Naming(*names)) as e:
+    saver.Restore(info, variables)
+  assert '\n' not in str(e.value)
   assert not any(v.numpy().any() for v in variables.values())
   del variables['lm.layers[1].w']
   only_there = naming.Naming('only in', 2, 'lm.layers[1].w', 'lm.layers[2].w')
@@ -319,7 +318,7 @@ def testAKillOrErrorAtAnyFileOperationLosesNothing(tmp_path, monkeypatch, step, 
     except Killed:
       outcome = 'killed'
     except OSError as e:
-      assert f'checkpoint of step {step}' in str(e) and 'on fire' in str(e)
+      assert naming.Names(str(e), f'checkpoint of step {step}', 'on fire')
       assert '\n' not in str(e)
       outcome = 'refused'
     finished = faults.count < n

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer, tensor_bundle
 from lingvo_gpipe.distributed import worker_hosts
+from tests import naming
 
 _OWN = '/job:localhost/replica:0/task:0/device:CPU:0'
 
@@ -77,8 +78,8 @@ def _Other(source, target):
 @pytest.mark.parametrize(
   'function, message',
   [
-    (_Elsewhere, r'^worker 0 does not share .*/answer-0; No such file'),
-    (_Other, r"^worker 0 wrote 'other' for '[0-9a-f]{32}' into .*/answer-0$"),
+    (_Elsewhere, r'\bworker 0\b.*/answer-0\b.* No such file'),
+    (_Other, r"\bworker 0\b.* 'other' .*'[0-9a-f]{32}'.*/answer-0$"),
   ],
 )
 def testADirectoryIsSharedIfBothSidesSeeTheOthersFiles(tmp_path, monkeypatch, function, message):
@@ -86,7 +87,8 @@ def testADirectoryIsSharedIfBothSidesSeeTheOthersFiles(tmp_path, monkeypatch, fu
   monkeypatch.setattr(worker_hosts, '_Copy', function)
   assert re.search(message, worker_hosts.WhyNotShared(str(tmp_path), [_OWN]))
   assert os.listdir(tmp_path) == []
-  assert ' cannot be tested: ' in worker_hosts.WhyNotShared(str(tmp_path / 'none'), [_OWN])
+  missing = str(tmp_path / 'none')
+  assert naming.Names(worker_hosts.WhyNotShared(missing, [_OWN]), missing, 'tested')
 
 
 def testTheNextSaveRemovesLeftoversOfAKilledTestOfSharing(tmp_path, monkeypatch):
@@ -144,7 +146,7 @@ def testAWorkerWritesAndReadsItsOwnTensors(tmp_path, monkeypatch, caplog):
   with monkeypatch.context() as m:
     m.setattr(tensor_bundle, '_Restore', Fail)
     assert Restored() == (2, 2.0)
-    assert f'{_OWN} cannot read {saver.Latest().prefix}: ' in caplog.text
+    assert naming.AnyLineNames(caplog.text, _OWN, saver.Latest().prefix)
     assert '/none' in caplog.text and 'Graph execution error' not in caplog.text
   # A checkpoint that neither can read is damaged.
   path = pathlib.Path(f'{saver.Latest().prefix}.data-00001-of-00003')
@@ -152,7 +154,7 @@ def testAWorkerWritesAndReadsItsOwnTensors(tmp_path, monkeypatch, caplog):
   data[7] ^= 4
   path.write_bytes(data)
   assert Restored() == (1, 1.0)
-  assert re.search(r'Skipping damaged checkpoint \S*ckpt-00000002', caplog.text)
+  assert naming.AnyLineNames(caplog.text, 'damaged', 'ckpt-00000002')
 
 
 def testTheFirstCallOfAFunctionRunsAlone():

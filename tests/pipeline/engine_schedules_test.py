@@ -224,7 +224,7 @@ def testInterleavingLeavesABatchTooSmallForItToLoopedBfs(caplog):
       stacks.RunStep(stack.engine, *_MicroBatches(stack, size), tf.constant(1, tf.int64))
   messages = [r.getMessage() for r in caplog.records if 'looped_bfs' in r.getMessage()]
   assert len(messages) == 1
-  assert 'a batch of 3 micro-batches on 2 devices' in messages[0]
+  assert naming.Names(messages[0], '3 micro-batches', '2 devices')
 
 
 def _MicroBatches(stack, size):

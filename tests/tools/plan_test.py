@@ -15,7 +15,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import params_text
 from lingvo_gpipe.experiment import registry
 from lingvo_gpipe.learning import lr_schedules
-from tests import processes, worker_processes
+from tests import naming, processes, worker_processes
 from tests.toys import projects
 from tools.planning import experiment, report
 
@@ -149,7 +149,7 @@ def testAFailedWorkerIsReportedInOneLine(forks, driver):
   done = forks.Wait()
   assert done.returncode == 1
   line = done.stderr.splitlines()[-1]  # After TensorFlow's messages.
-  assert line.startswith('a worker failed: ')
+  assert naming.Names(line, 'worker', 'failed')
   worker_processes.AwaitEnd(workers)
 
 
@@ -191,31 +191,31 @@ def testTheTrainerSharesAVocabularyAsPlanned(forks, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'changes, flags, words',
+  'changes, flags, names',
   [
-    ({'flops': 1}, [], "unknown key 'flops'"),
-    ({'memory_bytes': 100}, [], 'nothing fits'),
-    ({}, ['--global_batch=4', '--model=mt.cldr.Multilingual'], 'bucket_batch_limit'),
-    (None, [], '--device_file=FILE is needed'),
-    ({}, ['--local_workers=2'], '--local_workers does nothing without --measure'),
-    (None, ['--measure', '--cluster=none.json'], 'none.json'),
-    ({}, ['--model=image.digits_tasks.DigitAndParity'], 'expected a model with one task'),
+    ({'flops': 1}, [], ['unknown', "'flops'"]),
+    ({'memory_bytes': 100}, [], ['nothing fits']),
+    ({}, ['--global_batch=4', '--model=mt.cldr.Multilingual'], ['bucket_batch_limit']),
+    (None, [], ['--device_file=FILE']),
+    ({}, ['--local_workers=2'], ['--local_workers', '--measure']),
+    (None, ['--measure', '--cluster=none.json'], ['none.json']),
+    ({}, ['--model=image.digits_tasks.DigitAndParity'], ['one task']),
   ],
 )
-def testErrorsAreOneLine(forks, tmp_path, changes, flags, words):
+def testErrorsAreOneLine(forks, tmp_path, changes, flags, names):
   where = [] if changes is None else [_File(tmp_path, **changes)]
   model = _MODEL[:1] if any('--model=' in flag for flag in flags) else _MODEL
   done = forks.Run(_PROGRAM, *model, *where, *flags)
   assert done.returncode == 2, done.stdout + done.stderr
   (line,) = processes.Messages(done.stderr)
-  assert words in line
+  assert naming.Names(line, *names)
 
 
 def testAProcessOfItsOwnReportsAMistake():
   """Other tests run the program in forks that have imported modules already."""
   done = processes.Run('plan', *_MODEL[:1], command=[sys.executable, '-m', 'tools.plan'])
   assert done.returncode == 2
-  assert '--device_file=FILE is needed' in processes.Messages(done.stderr)[-1]
+  assert naming.Names(processes.Messages(done.stderr)[-1], '--device_file=FILE')
 
 
 @pytest.mark.parametrize(

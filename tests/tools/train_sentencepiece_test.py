@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from lingvo_gpipe.input.text import sentencepiece_tokenizer, sentencepiece_training
-from tests import processes
+from tests import naming, processes
 from tests.toys import projects
 
 _PROGRAM = str(processes.ROOT / 'tools' / 'train_sentencepiece.py')
@@ -79,15 +79,13 @@ def testErrorsAreOneLine(folder, forks):
   done = forks.Run(_PROGRAM, *args, cwd=folder)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
-  assert (
-    line == './pairs.tsv: line 1 has 3 columns, but --columns asks for number 3, counted from 0'
-  )
+  assert naming.Names(line, './pairs.tsv', 'line 1', '3 columns', '--columns', 'number 3')
   assert not (folder / 'v.model').exists()
   args = ['--model=image.digits_tasks.DigitAndParity', '--model_task_name=c']
   done = forks.Run(_PROGRAM, *args)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
-  assert line.endswith(' has inputs for the tasks digit, parity: name one by --model_task_name')
+  assert naming.Names(line, 'digit, parity', '--model_task_name')
 
 
 if __name__ == '__main__':

@@ -12,7 +12,7 @@ from lingvo_gpipe.cli import binary, device_flags
 from lingvo_gpipe.core import nested_map
 from lingvo_gpipe.experiment import model
 from lingvo_gpipe.input import base_input_generator
-from tests import processes
+from tests import naming, processes
 from tests.toys import projects, stacks, tasks
 from tools import verify
 
@@ -82,7 +82,7 @@ def testErrorsAreOneLine(forks):
   )
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
-  assert 'compute in bfloat16' in line
+  assert naming.Names(line, 'bfloat16', 'float32')
 
 
 if __name__ == '__main__':

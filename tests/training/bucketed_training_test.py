@@ -150,7 +150,7 @@ def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
   assert set(rows) == set(_LIMITS)
   out = capsys.readouterr().out
   assert naming.Names(out, '2 shapes')
-  assert f'resuming from step 2 ({sum(rows[:4])} examples consumed)' in out
+  assert naming.AnyLineNames(out, 'resuming', 'step 2', f'{sum(rows[:4])} examples')
   assert [r.getMessage() for r in caplog.records if 'shape number' in r.getMessage()] == []
   store = checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
   assert store.ReadMetadata(store.Latest())['examples_consumed'] == sum(rows)
@@ -158,7 +158,7 @@ def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
 
 def testThePartitionIsForTheLargestShape():
   text = inspection.PartitionText(_Params())
-  assert 'the largest of 2 shapes' in text
+  assert naming.AnyLineNames(text, 'largest', '2 shapes')
   assert f'tgt_ids: int32[{_LIMITS[0]}, {_BOUNDS[0]}]' in text
 
 

@@ -78,8 +78,7 @@ def testProfilingChangesNoWeights(run, tmp_path):
 def testAResumedRun(run, capsys):
   """With equal flags; with steps that are partly done; with the first step of a call."""
   _Train(run, (3, 4), max_steps=6)
-  text = '--profile_steps=3,4: nothing is profiled: the run resumes from step 5'
-  assert text in capsys.readouterr().out
+  assert naming.AnyLineNames(capsys.readouterr().out, '--profile_steps=3,4', 'nothing', 'step 5')
   _Train(run, (6, 8), max_steps=8)
   out = capsys.readouterr().out
   assert '--profile_steps=6,8: step 7 compiles' in out
@@ -132,8 +131,8 @@ def testMiniBatchesOfAnUpdateAreDrawnOneByOne(tmp_path, capsys):
 
 def testTheFirstReplicaIsDrawn(tmp_path, capsys):
   _Train(tmp_path, (2, 2), 2, num_replicas=2)
-  note = 'schedule and bubble of the first of 2 replicas'
-  assert note in capsys.readouterr().out and note in (tmp_path / 'timeline_2_2.html').read_text()
+  for text in (capsys.readouterr().out, (tmp_path / 'timeline_2_2.html').read_text()):
+    assert naming.AnyLineNames(text, 'first of 2 replicas')
 
 
 @pytest.mark.parametrize(

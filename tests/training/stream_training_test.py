@@ -130,7 +130,7 @@ def testTheEndOfAStreamEndsTheRunForGood(tmp_path, capsys):
   params.input.num_epochs = 1
   for _ in range(2):
     training.Train(tmp_path, params)
-    assert naming.Names(capsys.readouterr().out, 'data after step 8')
+    assert naming.AnyLineNames(capsys.readouterr().out, 'data', 'step 8')
     # Two rows of the last batch are padded.
     assert re.search(r'examples +30\n', (tmp_path / 'report.txt').read_text())
   assert processes.Steps(tmp_path) == [8]
@@ -144,7 +144,7 @@ def testADamagedStateIsReportedAndTheEarlierCheckpointIsUsed(straight, tmp_path,
   place = data.index(state) + len(state) // 2
   path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
   training.Train(logdir, _Params())
-  assert re.search(r'Skipping damaged checkpoint \S*ckpt-00000009', caplog.text)
+  assert naming.AnyLineNames(caplog.text, 'damaged', 'ckpt-00000009')
   _AssertSame(logdir, straight)
 
 
@@ -296,7 +296,7 @@ def testTwoCallsOfTheTrainerEqualOne(tmp_path, forks):
   Run('once', 8)
   Run('calls', 5)
   done = Run('calls', 8)
-  assert 'resuming from step 5 (40 examples consumed)' in done.stdout
+  assert naming.AnyLineNames(done.stdout, 'resuming', 'step 5', '40 examples')
   _AssertSame(project / 'calls', project / 'once', 8)
   # Evaluations go through all 50 points once, from the beginning.
   assert 'Dev a stream of examples' in done.stdout and 'Dev at step 8: loss ' in done.stdout

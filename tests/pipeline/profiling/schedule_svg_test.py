@@ -9,7 +9,7 @@ import pytest
 
 from lingvo_gpipe.pipeline.profiling import schedule_svg
 from lingvo_gpipe.pipeline.schedule import schedules
-from tests import processes
+from tests import naming, processes
 from tools import draw_schedule
 
 _SVG = '{http://www.w3.org/2000/svg}'
@@ -91,7 +91,7 @@ def testAFileThatIsNotUtf8IsNamed(tmp_path, flag):
   done = processes.Run('', f'{flag}={path}', command=command)
   assert done.returncode == 2
   (line,) = done.stderr.splitlines()
-  assert line.startswith(f'{flag}: {str(path)!r} is not in UTF-8')
+  assert naming.Names(line, flag, repr(str(path)), 'UTF-8')
 
 
 if __name__ == '__main__':
