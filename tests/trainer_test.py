@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from lingvo_gpipe.experiment import registry
-from tests import processes, worker_processes
+from tests import naming, processes, worker_processes
 
 project = worker_processes.project  # An experiment of two stages, quicker to trace than MODEL.
 
@@ -151,11 +151,11 @@ def testACheckpointResumesWithAnyNumberOfStages(undisturbed, forks, tmp_path, nu
     copy(path, tmp_path / 'train' / path.name)
   model = f'lm.stdlib.ByteTransformerGPipe{num_stages}'
   done = forks.Run('trainer', *processes.TrainArgs(tmp_path, 2 * PART, model=model, more=AVERAGES))
-  assert f'resuming from step {PART} ({4 * PART} examples' in processes.Succeeded(done).stdout
+  processes.Succeeded(done)
+  names = ('resuming', f'step {PART}', f'{4 * PART} examples')
+  assert naming.AnyLineNames(done.stdout, *names)
   assert f'step {PART + 1}/{2 * PART}  loss' in done.stdout
-  assert re.search(
-    r'traced in \d+\.\d s; compiled and ran the first step in \d+\.\d s', done.stdout
-  )
+  assert re.search(r'traced .*\d+\.\d s; .*first step .*\d+\.\d s', done.stdout)
   assert f'K={num_stages} stages' in done.stdout
   # Only the changed params are logged.
   changed = {line.split('] ')[1].split()[0] for line in processes.Messages(done.stderr)}
@@ -202,7 +202,7 @@ def testARunKilledAtRandomMomentsEqualsAnUndisturbedRun(project, forks, tmp_path
   last = processes.Steps(killed)[-1]
   end = max(last, *(step for step, _ in _TrainedScalars(killed)['loss'])) + 20
   done = processes.Succeeded(forks.Run('trainer', *_ToyArgs(killed, end, more), cwd=project))
-  assert f'resuming from step {last} ' in done.stdout
+  assert naming.AnyLineNames(done.stdout, 'resuming', f'step {last}')
   processes.Succeeded(forks.Run('trainer', *_ToyArgs(undisturbed, end, AVERAGES), cwd=project))
   tensors = processes.Tensors(killed, end)
   assert 'toy.stack.layers[0].w/ema' in tensors
@@ -257,7 +257,8 @@ def testModesThatInspectARun(undisturbed, forks, tmp_path):
   text = (logdir / 'params.txt').read_text()
   (copy / 'params.txt').write_text(text.replace('task.model_dim : 16', 'task.model_dim : 32'))
   compared = forks.Run('trainer', '--mode=diff_params', str(logdir), str(copy))
-  assert f'weights of step {END} to {tmp_path}/model\n' in processes.Succeeded(exported).stdout
+  processes.Succeeded(exported)
+  assert naming.AnyLineNames(exported.stdout, 'weights', f'step {END}', tmp_path / 'model')
   assert (tmp_path / 'model' / 'saved_model.pb').exists()
   assert (same.returncode, same.stdout) == (0, ''), same.stderr
   assert other.returncode == 1

@@ -52,7 +52,7 @@ def testTheExperimentsOfTheCheckoutAreNotAvailable(project, forks):
   [
     ('Broken', 'ValueError: out of my own file'),
     # The library reports a mistake in this file: the message needs its line.
-    ('Misspelt', 'AttributeError: .*nmae.*did you mean name'),
+    ('Misspelt', r'AttributeError: .*\bnmae\b.*\bname\b'),
   ],
 )
 def testAnExceptionInAnExperimentShowsItsStackTrace(project, forks, key, last_line):
@@ -100,7 +100,7 @@ def testALayerThatFailsIsNamed(project, forks, tmp_path, key, status, message):
   text = (tmp_path / 'error-trainer.txt').read_text()
   assert text.startswith('Traceback') and f'File "{file}"' in text
   if key == 'Failing':
-    assert 'in layer mine.stack.layers[1] (Bounded), ' in line and 'out of bounds' in line
+    assert naming.Names(line, 'layer', 'mine.stack.layers[1] (Bounded)', 'out of bounds')
     match = re.fullmatch(r'.* after step (\d+); .* over', *more)
     assert match and f'step {int(match[1]) + 1}/40' not in done.stdout
 

@@ -173,15 +173,15 @@ def testTrainingOnLocalWorkersResumesAfterAFailureAndStops(forks, project, tmp_p
       os.kill(pid, signal.SIGKILL)
     done = forks.Wait()
   assert done.returncode == 128 + signal.SIGTERM
-  assert ' on 2 CPU devices of 1 worker\n' in done.stdout
+  assert naming.AnyLineNames(done.stdout, '2 CPU devices', '1 worker')
   assert 'task:0/device:CPU:1' in done.stdout
-  assert 'stopped by SIGTERM after step ' in done.stdout
+  assert naming.AnyLineNames(done.stdout, 'stopped', 'SIGTERM', 'step')
   # TensorFlow may log that it cancelled transfers when the connection ended.
   messages = [line for line in processes.Messages(done.stderr) if 'local_rendezvous' not in line]
   assert naming.Names(messages[-1], 'SIGTERM: finishing', 'SIGTERM again')
   lines = [line for line in messages if 'resuming training from' in line]
   assert len(lines) == 2, done.stderr
-  assert 'a worker failed; resuming' in lines[0]
+  assert naming.Names(lines[0], 'worker', 'failed')
   assert naming.Names(lines[1], 'no step', f'{_HANG_SECONDS} s')
   assert [failures for _, failures in _Failures(tmp_path)] == [
     {'worker_failed': 1},
@@ -349,7 +349,7 @@ def testRandomKillsDoNotChangeTheResult(forks, project, tmp_path, more, victims,
     # Only the worker of replicas that the previous training process has used restarts.
     restarts = [log.read_text().count('restarting this worker') for log in logs]
     assert restarts == [int(bool(way) and i < 2 and i not in victims) for i in range(len(logs))]
-    assert re.search('data: .*, read by worker 0', stderr.read_text())
+    assert naming.AnyLineNames(stderr.read_text(), 'data', 'worker 0')
     added = re.findall(r' Gradients are added over 2 replicas by (\w+)\.\n', stderr.read_text())
     assert added == ([way] * (len(victims) + 1) if way else [])
     report = json.loads((logdir / 'report.json').read_text())
@@ -394,9 +394,9 @@ def testTrainingResumesAfterTheNetworkFailed(forks, project, proxies, tmp_path):
     done = forks.Wait()
   worker_processes.AwaitEnd([child])
   lines = [line for line in processes.Messages(done.stderr) if 'resuming training from' in line]
-  assert 'a worker failed; resuming' in lines[0], done.stderr
-  pattern = rf'no (step was done|batch was read) within {_HANG_SECONDS} s: a worker may hang'
-  assert re.search(pattern, lines[1])
+  assert naming.Names(lines[0], 'worker', 'failed'), done.stderr
+  assert re.search(r'\bno (step|batch)\b', lines[1])
+  assert naming.Names(lines[1], f'{_HANG_SECONDS} s', 'may hang')
   assert len(lines) == 2, done.stderr
   _AssertAsUndisturbed(forks, project, tmp_path, logdir, _PIPELINE)
 

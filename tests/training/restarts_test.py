@@ -81,7 +81,7 @@ def testARunKilledRepeatedlyEqualsAnUndisturbedOne(project, forks, tmp_path, mod
   last = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
   assert last > len(uncommitted) // 2
   done = forks.Run('trainer', *_Args(model, logdir, last + 5), cwd=project)
-  assert f'resuming from step {last} ' in processes.Succeeded(done).stdout
+  assert naming.AnyLineNames(processes.Succeeded(done).stdout, 'resuming', f'step {last}')
   assert not _HasUncommitted(directory)
   once = 'task.train.save_interval_steps:0;task.train.save_async:False'
   done = forks.Run('trainer', *_Args(model, tmp_path / 'once', last + 5, once), cwd=project)
@@ -132,7 +132,8 @@ def testOneLeaseAmongProcesses(project, forks, tmp_path):
   os.kill(second, signal.SIGKILL)
   step = int(checkpoint_info.COMMIT.fullmatch(_Commits(directory)[-1])[1])
   third = processes.Succeeded(forks.Run(driver, *Args(step + 5), cwd=project))
-  assert f'resuming from step {step} ' in third.stdout and processes.Messages(third.stderr) == []
+  assert naming.AnyLineNames(third.stdout, 'resuming', f'step {step}')
+  assert processes.Messages(third.stderr) == []
 
 
 def testAnErrorInTheInputIsReportedAndKeepsTheLastCheckpoint(project, forks, tmp_path):
@@ -142,7 +143,7 @@ def testAnErrorInTheInputIsReportedAndKeepsTheLastCheckpoint(project, forks, tmp
   assert naming.Names(cause, 'FailingInput', 'example 12')
   assert cause.endswith(': ValueError: example 13 is bad')
   hint, ended = more
-  assert hint.startswith('what to try: ') and naming.Names(hint, 'Dataset(start=12)')
+  assert naming.Names(hint, 'Dataset(start=12)')
   assert naming.Names(ended, 'after step 4', 'checkpoint of step 4')
   assert trace == f'stack trace: {tmp_path}/error-trainer.txt'
   assert processes.Steps(tmp_path)[-1] == 4
