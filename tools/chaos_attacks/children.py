@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 # The programs need them: imported here, they are not imported by each fork.
+from lingvo_gpipe.cli import interrupts
 from lingvo_gpipe.training import elastic, export, inspection, train_program  # noqa: F401
 from tools import program
 
@@ -73,10 +74,10 @@ class Child:
     status = _RAISED
     try:
       os.setpgid(0, 0)
-      for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-          number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        )
+      for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+      # As a program's first import does; here it was imported already.
+      signal.signal(signal.SIGINT, lambda number, frame: interrupts.End())
       for descriptor, path in enumerate(self._outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
       run()
