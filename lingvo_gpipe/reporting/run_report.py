@@ -139,12 +139,22 @@ def _Epochs(examples: int, num_examples: int) -> str:
 
 
 def FinishedStep(logdir: str) -> int | None:
-  """Returns the step after which training in a log directory ended, or None if it may continue."""
+  """Returns the step after which training in a log directory ended, or None if it may continue.
+
+  A damaged report counts as none.
+  """
   try:
     with tf.io.gfile.GFile(os.path.join(logdir, _JSON)) as f:
       report = json.loads(f.read())
     return int(report['step']) if report['is_finished'] else None
-  except (tf.errors.OpError, ValueError, KeyError, TypeError):
+  except (
+    tf.errors.OpError,
+    ValueError,
+    KeyError,
+    TypeError,
+    OverflowError,  # An infinite step.
+    RecursionError,  # Too many brackets.
+  ):
     return None
 
 
