@@ -89,7 +89,7 @@ def RecordOffsets(path: str, context: str = '') -> np.ndarray:
 
 
 def LengthsFit(path: str) -> bool:
-  """Whether the lengths of a file's records add up to the size of the file.
+  """Whether the lengths of a file's records are intact and add up to the size of the file.
 
   TensorFlow allocates the length of a record before it reads the record, and crashes if there is
   too little memory. So no operation may read a file whose lengths do not fit.
@@ -98,13 +98,15 @@ def LengthsFit(path: str) -> bool:
 
 
 def _Offsets(path: str) -> list[int]:
-  """Returns the byte offsets of records, up to the first one at or behind the end of the file."""
+  """Returns the byte offsets of records: up to the file's size, or the first damaged length."""
   size = tf.io.gfile.stat(path).length
   offsets = [0]
   with _Open(path) as f:
     while offsets[-1] < size:
-      f.seek(offsets[-1])
-      offsets.append(offsets[-1] + _OVERHEAD + int.from_bytes(f.read(8), 'little'))
+      end, damage = _RecordEnd(f, offsets[-1], size)
+      if damage:
+        break
+      offsets.append(end)
   return offsets
 
 
@@ -262,12 +264,17 @@ def _RecordEnd(f: Any, offset: int, size: int) -> tuple[int, str]:
   if len(header) < _HEADER.size:
     return size, 'truncated record'
   length, checksum = _HEADER.unpack(header)
-  if checksum != MaskedChecksum(header[:8]):
+  if checksum != _LengthChecksum(length):
     return size, 'corrupted length'
   end = offset + _OVERHEAD + length
   if end > size:
     return size, f'truncated record: {end - offset:,} bytes expected, {size - offset:,} are left'
   return end, ''
+
+
+@functools.lru_cache(1 << 16)  # Lengths repeat, and checksums take long in Python.
+def _LengthChecksum(length: int) -> int:
+  return MaskedChecksum(length.to_bytes(8, 'little'))
 
 
 def _Table() -> list[int]:

@@ -49,13 +49,20 @@ def testRecordsOfRangesAreReadInAnyOrder(paths):
   assert list(records) == [expected[i] for i in order]
 
 
-# The checksum of the length, and of a record of one byte.
-@pytest.mark.parametrize('byte', [23 + 8, 23 + 12 + 1])
-def testDamagedRecordIsNamedWhenItIsRead(paths, byte):
-  data = bytearray(paths[1].read_bytes())
+def _FlipBit(path, byte):
+  data = bytearray(path.read_bytes())
   data[byte] ^= 1
-  paths[1].write_bytes(data)
+  path.write_bytes(data)
+
+
+# The checksum of the length, and of a record of one byte, which only reading it finds damaged.
+@pytest.mark.parametrize('byte, is_damaged_before', [(23 + 8, False), (23 + 12 + 1, True)])
+def testDamagedRecordIsNamedWhenItIsRead(paths, byte, is_damaged_before):
+  if is_damaged_before:
+    _FlipBit(paths[1], byte)
   index = _Index(paths)
+  if not is_damaged_before:
+    _FlipBit(paths[1], byte)
   with pytest.raises(tf.errors.DataLossError) as caught:
     for i in range(7):
       index.Read(tf.constant(i))
@@ -63,12 +70,16 @@ def testDamagedRecordIsNamedWhenItIsRead(paths, byte):
     raise index.Explain(caught.value)
 
 
+def testADamagedLengthIsNamedAtTheStart(paths):
+  _FlipBit(paths[1], 23 + 8)
+  with pytest.raises(ValueError, match=naming.Naming(paths[1], 'record 2', 'byte 23', 'length')):
+    _Index(paths)
+
+
 @pytest.mark.parametrize('damaged', ['stop', 'skip'])
 def testDamageAfterTheStartIsNamed(paths, damaged):
   index = _Index(paths, damaged)
-  data = bytearray(paths[1].read_bytes())
-  data[12] ^= 1
-  paths[1].write_bytes(data)
+  _FlipBit(paths[1], 12)
   with pytest.raises(tf.errors.DataLossError) as caught:
     index.Read(tf.constant(3))
   with pytest.raises(ValueError, match=naming.Naming(paths[1], 'record 1', 'byte 0')) as explained:

@@ -93,6 +93,32 @@ def testALengthBeyondTheFileIsDamage(tmp_path, length, number, first_byte):
   assert sum(count for _, count in ranges) == len(intact) and num_damaged == 1
 
 
+@pytest.mark.parametrize('num_intact', [0, 2])
+def testLengthsOfZeroBytesAreDamage(tmp_path, monkeypatch, num_intact):
+  """A file of zero bytes looks like a long row of empty records without checksums."""
+  path = _File(tmp_path, cut=sum(16 + len(r) for r in _RECORDS[:num_intact]))
+  with open(path, 'ab') as f:
+    f.write(bytes(16 * 5))
+  read = []
+  read_length = tf_records._RecordEnd
+  monkeypatch.setattr(
+    tf_records, '_RecordEnd', lambda *args: read.append(args[1]) or read_length(*args)
+  )
+  assert not tf_records.LengthsFit(path) and len(read) == num_intact + 1
+  assert not tf_records.IsIntact(path)
+  message = naming.Naming(path, f'record {num_intact + 1}', 'byte', 'corrupted length', 'param')
+  with pytest.raises(ValueError, match=message):
+    tf_records.RecordLocations(path, 'the param')
+  assert len(tf_records.RecordLocations(path, '', 'skip')) == num_intact
+
+
+def testAChangedLengthThatFitsTheFileIsDamage(tmp_path):
+  path = _File(tmp_path, [(1, 0)], cut=16 + len(_RECORDS[0]) + 16 + 16)
+  assert not tf_records.LengthsFit(path)
+  with pytest.raises(ValueError, match=naming.Naming(path, 'record 2', 'corrupted length')):
+    tf_records.RecordLocations(path)
+
+
 def testNoTunerMayDelayTheCheckOfAFile(tmp_path, monkeypatch):
   """See BaseInputGenerator._Untuned."""
   options = []
