@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_ADDRESS = re.compile(r'(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(\d{1,5})')
+_ADDRESS = re.compile(r'(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_]+)?\]):([0-9]{1,5})')
 _FORM = 'expected {"worker": ["host:port", ...]}, optionally "chief": ["host:port"] (the trainer)'
 
 

@@ -37,6 +37,9 @@ def testReadsAFile():
     ('{"worker": ["a"]}', ("'worker'", "'a'", 'host:port')),
     ('{"worker": ["a:0"]}', ("'worker'", "'a:0'", 'host:port')),
     ('{"worker": ["a:65536"]}', ("'worker'", "'a:65536'", 'host:port')),
+    # Digits of other scripts, too.
+    ('{"worker": ["localhost:\u0661\u0662"]}', ("'worker'", 'localhost:\u0661\u0662', 'host:port')),
+    ('{"worker": ["[::1%\u0661]:1"]}', ("'worker'", '::1', 'host:port')),
     ('{"worker": ["grpc://a:1"]}', ("'worker'", "'grpc://a:1'", 'host:port')),
     ('{"worker": ["a b:1"]}', ("'worker'", "'a b:1'", 'host:port')),
     ('{"worker": ["a:1", "b:1", "a:1"]}', ('a:1', 'twice')),
