@@ -39,9 +39,9 @@ _NAMES = {
 # devices, height of the axis; widths of the drawing, of an action and of a letter.
 _LEFT, _MEASURED, _SIMULATED, _GAP, _AXIS = 120, 24, 13, 12, 24
 _MIN_WIDTH, _ACTION_WIDTH, _LETTER_WIDTH = 1050, 22, 7
-_PICTURE = re.compile(
-  r'<h2>(.*?)</h2>\s*<svg [^>]*viewBox="0 0 (\d+) (\d+)"[^>]*><style>.*?</style>(.*?)</svg>', re.S
-)
+# After a `<h2>`. Each part matches in one way only, so that the time is linear in the page.
+_PICTURE = re.compile(r'([^<]*)</h2>\s*<svg ([^>]*)><style>[^<]*</style>(.*?)</svg>', re.S)
+_VIEW_BOX = re.compile(r'viewBox="0 0 ([0-9]{1,9}) ([0-9]{1,9})"')
 _STYLE = """
 body { font: 14px sans-serif; margin: 1.5em; color: #222; background: #fff; }
 h2 { font-size: 15px; margin: 1.5em 0 0.3em; }
@@ -104,13 +104,16 @@ def LastPicture(page: str) -> str:
   Raises:
     ValueError: the page has no such picture.
   """
-  pictures = _PICTURE.findall(page)
-  if not pictures:
+  for section in reversed(page.split('<h2>')[1:]):
+    picture = _PICTURE.match(section)
+    if picture and (view_box := _VIEW_BOX.search(picture[2])):
+      break
+  else:
     raise ValueError('expected a timeline_*.html of a profile')
-  title, width, height, parts = pictures[-1]
+  title, parts = html.unescape(picture[1]), picture[3].strip()
   style = '.simulated,.recompute{opacity:0.7}line{stroke:#8886}'
-  size = float(width), float(height)
-  return svg.Document(html.unescape(title), size, [parts.strip()], is_standalone=True, style=style)
+  size = float(view_box[1]), float(view_box[2])
+  return svg.Document(title, size, [parts], is_standalone=True, style=style)
 
 
 def Legend(kind: Kind) -> str:

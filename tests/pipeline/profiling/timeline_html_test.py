@@ -3,6 +3,7 @@
 
 import itertools
 import sys
+import time
 from xml.etree import ElementTree
 
 import pytest
@@ -71,6 +72,27 @@ def testTheLastPictureIsAFileOfItsOwn():
   assert 'step 6: ' in picture and '<style>' in picture
   with pytest.raises(ValueError, match=naming.Naming('timeline_*.html')):
     timeline_html.LastPicture('<html></html>')
+
+
+@pytest.mark.parametrize(
+  'begin, part',
+  [
+    ('', '<h2>x</h2><svg'),
+    ('', '<h2>x</h2><svg '),
+    ('', '<h2>'),
+    ('<h2>', '</h2><svg >'),
+    ('<h2></h2><svg ', 'viewBox="0 0 1 1"'),
+    ('', '<h2></h2><svg viewBox="0 0 1 1"><style>'),
+    ('', '<h2></h2><svg viewBox="0 0 1 1"><style></style>'),
+    ('<h2></h2><svg viewBox="0 0 1', '1'),
+  ],
+)
+def testTheTimeForAnotherPageIsLinear(begin, part):
+  page = begin + part * 30_000
+  started = time.process_time()
+  with pytest.raises(ValueError, match=naming.Naming('timeline_*.html')):
+    timeline_html.LastPicture(page)
+  assert time.process_time() - started < 1.0
 
 
 if __name__ == '__main__':
