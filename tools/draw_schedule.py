@@ -14,6 +14,7 @@ takes the last step out of a page that `trainer --profile_steps=7,7` has written
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 from absl import flags
@@ -25,6 +26,9 @@ from lingvo_gpipe.pipeline.schedule import schedules
 from tools import program
 
 FLAGS = flags.FLAGS
+
+# The shortest step that a picture can show to scale.
+_LEAST_TIME = 1e-9
 
 
 def DefineFlags() -> None:
@@ -63,6 +67,8 @@ def _ReadText(path: pathlib.Path, flag: str) -> str:
   """Like `files.ReadText`, which would import TensorFlow."""
   try:
     return path.read_text(encoding='utf-8')
+  except OSError as e:
+    raise ValueError(f'{flag}: {e}') from e
   except UnicodeDecodeError as e:
     raise ValueError(f'{flag}: {str(path)!r} is not in UTF-8: {e}') from e
 
@@ -71,7 +77,7 @@ def Run() -> int:
   """Writes the picture; returns the exit status."""
   if FLAGS.timeline:
     page = pathlib.Path(FLAGS.timeline)
-    if not page.is_file():
+    if not os.path.isfile(page):  # `Path.is_file` raises OSError if the name is too long.
       raise ValueError(f'--timeline: no file {FLAGS.timeline!r}')
     program.WriteOutput(timeline_html.LastPicture(_ReadText(page, '--timeline')))
     return 0
@@ -81,7 +87,7 @@ def Run() -> int:
     forward, input_gradient, weight_gradient = times
   except ValueError:
     raise ValueError(f'--times: expected three numbers, got {",".join(FLAGS.times)}') from None
-  if path.is_file():
+  if os.path.isfile(path):
     schedule = schedule_lib.Schedule.FromText(_ReadText(path, '--schedule'), name=path.name)
   elif FLAGS.schedule in schedules.Names():
     per_device = FLAGS.stages_per_device or LeastStages(FLAGS.schedule, num_devices)
@@ -92,6 +98,10 @@ def Run() -> int:
     names = ', '.join(schedules.Names())
     raise ValueError(f'--schedule: no file and no schedule {FLAGS.schedule!r}; names: {names}')
   result = Simulate(schedule, (forward, input_gradient, weight_gradient))
+  if result.makespan < _LEAST_TIME:
+    raise ValueError(
+      f'--times: expected a step of {_LEAST_TIME:g} or longer, got {",".join(FLAGS.times)}'
+    )
   picture = schedule_svg.Draw(result, is_standalone=True)
   program.WriteOutput(picture)
   return 0

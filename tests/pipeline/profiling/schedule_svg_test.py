@@ -71,6 +71,10 @@ def testThePictureOfTheReadmeIsOurs():
   [
     '--schedule=no_such',
     '--times=1,x,2',
+    '--times=0,0,0',
+    '--times=1e-320,0,0',
+    pytest.param('--schedule=' + 5000 * 'x', id='long_name'),
+    pytest.param('--timeline=' + 5000 * 'x', id='long_page'),
     '--num_micro_batches=0',
     '--timeline=/no/such/page.html',
     '--output=/no/such/folder/x.svg',
