@@ -49,11 +49,9 @@ _MODELS = {
 _SHARE = 4.0
 _ACCUMULATED = 'task.train.learner.num_accumulated_mini_batches'
 _WARMUP = 'task.train.learner.lr_schedule.warmup_steps'
-# Fields of a line that a resumed study and its report need.
-_RESULT_FIELDS = {
-  'name', 'overrides', 'num_params', 'steps', 'seconds', 'total_seconds', 'is_done', 'dev_loss',
-  'metrics',
-}  # fmt: skip
+# Fields of a line that a resumed study and its report need, beside its numbers.
+_RESULT_TYPES = {'name': str, 'overrides': list, 'is_done': bool, 'metrics': dict}
+_RESULT_NUMBERS = ('num_params', 'steps', 'seconds', 'total_seconds', 'dev_loss')
 
 
 def DefineFlags() -> None:
@@ -115,13 +113,30 @@ def ReadResults(path: pathlib.Path) -> dict[str, dict[str, Any]]:
       result = json.loads(line)
     except (json.JSONDecodeError, RecursionError):
       continue
-    if not isinstance(result, dict) or not _RESULT_FIELDS <= result.keys():
+    if not _IsResult(result):
       raise ValueError(
         f'--output: {path}, line {number}: expected the result of a model, got {line[:60]!r}: '
         'restore it, or choose another folder'
       )
     results[result['name']] = result
   return results
+
+
+def _IsResult(result: Any) -> bool:
+  """Whether parsed JSON is the result of a model."""
+  if not isinstance(result, dict):
+    return False
+  if not all(isinstance(result.get(name), kind) for name, kind in _RESULT_TYPES.items()):
+    return False
+  metrics = result['metrics']
+  numbers = [result.get(name) for name in _RESULT_NUMBERS]
+  numbers += [metrics.get(name) for name in language_report.METRICS]
+  return all(map(_IsNumber, [*numbers, *metrics.values()]))
+
+
+def _IsNumber(value: Any) -> bool:
+  """Whether a value is a number that can be divided: a long integer exceeds all floats."""
+  return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def CheckResults(

@@ -99,6 +99,29 @@ def testOtherResultsAreRefused(tmp_path, content):
     study.ReadResults(path)
 
 
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'name': []},
+    {'overrides': None},
+    {'is_done': 'no'},
+    {'steps': '1'},
+    {'num_params': 10**400},
+    {'dev_loss': True},
+    {'metrics': []},
+    {'metrics': {'bleu': 1.0, 'chrf': 2.0}},
+    {'metrics': {'bleu': 1.0, 'chrf': 2.0, 'exact': 0.1, 'bleu/de-en': None}},
+  ],
+  ids=lambda changes: next(iter(changes)),
+)
+def testAResultWithAWrongValueIsRefused(output, changes):
+  path = output / 'results.jsonl'
+  result = _Result(study.Settings()[0], 1.0)
+  path.write_text(json.dumps(result) + '\n' + json.dumps({**result, **changes}) + '\n')
+  with pytest.raises(ValueError, match=f'^--output: {path}, line 2: .*$'):
+    study.ReadResults(path)
+
+
 def testGainsOverTheBaselines():
   sizes = {'de': 100, 'fr': 10}
   baselines = {language: {'bleu': 20.0} for language in sizes}
