@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
 import random
@@ -17,11 +18,23 @@ from lingvo_gpipe.input.text import token_store
 from lingvo_gpipe.pipeline.schedule import schedules
 from tools.chaos_attacks import children, data_files, mutation
 
-_KEYS = ('lm.stdlib.ByteTransformerGPipe2', 'image.digits.LeNet5', 'image.digits.AmoebaNetDGPipe2')
+_KEYS = [
+  'lm.stdlib.ByteTransformerGPipe2', 'image.digits.LeNet5', 'image.digits.AmoebaNetDGPipe2',
+  'mt.cldr.Bilingual', 'image.digits_tasks.DigitAndParity',
+]  # fmt: skip
+if importlib.util.find_spec('keras_hub'):
+  _KEYS.append('lm.keras_hub.ByteGPT2')
+# Classes that are near the right ones, and what is near a class.
+_LAYERS = 'type/lingvo_gpipe.layers'
 _VALUES = [
   'None', '-1', '0', '1.5', '1e30', '9223372036854775807', '-2147483649', '1000003', 'nan', 'inf',
   'true', 'x', "''", '[]', '()', '{}', '[1]', '[None]', "{'a': 1}", '{1: ([], [])}', 'tf.string',
-  'tf.float64', 'type/lingvo_gpipe.layers.norm/LayerNorm', 'type/os/system', '3', '[[1, 2], [3]]',
+  'tf.float64', 'type/os/system', '3', '[[1, 2], [3]]', f'{_LAYERS}.norm/LayerNorm',
+  f'{_LAYERS}.linear/LinearLayer', f'{_LAYERS}.linear/LinearLayer.__eq__',
+  f'{_LAYERS}.linear/LinearLayer.Params', f'{_LAYERS}.linear/LinearLayer.Missing',
+  f'{_LAYERS}.linear/tf', f'{_LAYERS}.linear/', f'{_LAYERS}.missing/LinearLayer',
+  f'{_LAYERS}.base_layer/BaseLayer', 'type/lingvo_gpipe.learning.optimizer/Adam',
+  'type/tasks.image.lenet/LeNet5', 'type/tasks.lm.model/TransformerLm', 'type/builtins/int',
 ]  # fmt: skip
 
 
