@@ -18,6 +18,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from absl import flags
+
 # The programs need them: imported here, they are not imported by each fork.
 from lingvo_gpipe.cli import interrupts
 from lingvo_gpipe.training import elastic, export, inspection, train_program  # noqa: F401
@@ -26,6 +28,8 @@ from tools import program
 _POLL_SECONDS = 0.02
 # Exit status of a child whose function raised an exception.
 _RAISED = 70
+# Flags that exist before this program defines its own.
+_LIBRARY_FLAGS = set(flags.FLAGS)
 
 
 class FindingError(Exception):
@@ -156,6 +160,8 @@ class Runner:
     def Run() -> None:
       if prepare:
         prepare()
+      for flag in set(flags.FLAGS) - _LIBRARY_FLAGS:  # Some programs have flags of the same name.
+        delattr(flags.FLAGS, flag)
       os.chdir(program.ROOT)
       sys.argv = [name, *args]
       module = name if '.' in name else f'lingvo_gpipe.{name}'

@@ -162,9 +162,13 @@ def _MakeVocabulary(folder: pathlib.Path) -> None:
   sentencepiece_training.Train(texts, str(folder / 'vocab'), _VOCAB_SIZE)
 
 
-def _MakeTextsAndVocabulary(folder: pathlib.Path) -> None:
+def _MakeTextsAndPairs(folder: pathlib.Path) -> None:
   _MakeTexts(folder)
   _MakePairs(folder)
+
+
+def _MakeTextsAndVocabulary(folder: pathlib.Path) -> None:
+  _MakeTextsAndPairs(folder)
   _MakeVocabulary(folder)
 
 
@@ -267,6 +271,12 @@ def _ReadTokens(folder: pathlib.Path, cache: str = '') -> list[list[str]]:
   return [_Digests(source) for source in sources]
 
 
+def _TrainVocabulary(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
+  files = draw.choice([['--files={}/*.tsv', '--columns=0,1'], ['--files={}/*.t[sx][vt]']])
+  args = [f'--vocab_size={_VOCAB_SIZE}', f'--prefix={folder / "vocab"}']
+  return file_attacks.Command('tools.train_sentencepiece', [x.format(folder) for x in files] + args)
+
+
 def _MakeCache(folder: pathlib.Path) -> None:
   """Tokenises into a cache; the key of the cache does not depend on the folder."""
   _MakeTextsAndVocabulary(folder)
@@ -313,6 +323,7 @@ KINDS = {
   'vocabulary': file_attacks.Kind(
     _MakeTextsAndVocabulary, _ReadTokens, damage=functools.partial(_DamageOnly, 'vocab.model')
   ),
+  'vocabulary_texts': file_attacks.Kind(_MakeTextsAndPairs, command=_TrainVocabulary),
   'token_cache': file_attacks.Kind(
     _MakeCache,
     functools.partial(_ReadTokens, cache='cache'),

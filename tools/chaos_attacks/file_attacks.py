@@ -121,7 +121,7 @@ def _CheckProgram(
 ) -> None:
   """Runs a program; if its result is checked and it succeeds, again on intact files."""
   ended = runner.Run(command.program, command.args)
-  where = ' '.join(command.args[-2:])
+  where = ' '.join(command.args[-2:])[:300]
   try:
     children.CheckEnd(ended, command.statuses)
   except children.FindingError as e:

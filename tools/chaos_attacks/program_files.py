@@ -8,8 +8,8 @@ import pathlib
 import random
 
 from lingvo_gpipe.pipeline.schedule import schedules
-from tools import program
-from tools.chaos_attacks import children, file_attacks
+from tools import multilingual_study, program
+from tools.chaos_attacks import children, file_attacks, mutation
 
 _MODEL = 'lm.stdlib.ByteTransformerGPipe2'
 _PARAMS = (
@@ -20,6 +20,9 @@ _PARAMS = (
 _STEPS = 3
 _SECONDS = 120.0
 _WARM_START = "task.train.init_from_checkpoint_rules:{{'{}': ([(r'(.*)', r'\\1')], [])}}"
+
+# Parts of paths that no reader may have expected.
+_NAMES = ['\udcff', 'x' * 5000, 'a\0b', '\udce9/x', '/x' * 2500]
 
 
 def _MakeFlags(folder: pathlib.Path) -> None:
@@ -104,15 +107,20 @@ def _Args(logdir: pathlib.Path, more: str = '') -> list[str]:
 
 
 def _ReadRun(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
-  """Evaluates, exports, compares or inspects a run, or starts another one with its weights."""
+  """Evaluates, follows, resumes, exports or inspects a run, or trains further from its weights."""
   logdir = folder / 'run'
   rules = _WARM_START.format(logdir)
   checkpoint = draw.choice([_STEPS - 1, _STEPS])
   export = ['--mode=export', f'--export_dir={folder / "export"}', f'--checkpoint={checkpoint}']
   warm = _Args(folder / 'warm', f'task.train.eval_datasets:[];{rules}')
   evaluation = [*_Args(logdir), '--once', f'--checkpoint={checkpoint}']
+  # A run whose report is damaged may continue: the evaluator waits for it, and ends with status 1.
+  following = _Args(logdir, 'task.eval.max_seconds_without_trainer:0.1')
+  resumed = [*_Args(logdir, 'task.train.eval_datasets:[]'), f'--max_steps={_STEPS + 1}']
   return draw.choice([
     file_attacks.Command('evaluator', evaluation, is_checked=True),
+    file_attacks.Command('evaluator', following, (0, 1)),
+    file_attacks.Command('trainer', resumed),
     file_attacks.Command('trainer', [*_Args(logdir), *export]),
     file_attacks.Command('trainer', ['--mode=diff_params', str(logdir), _MODEL], (0, 1)),
     file_attacks.Command('trainer', ['--mode=inspect_checkpoint', f'--logdir={logdir}'], (0, 1)),
@@ -120,9 +128,74 @@ def _ReadRun(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
   ])  # fmt: skip
 
 
+def _DamageRun(draw: random.Random, folder: pathlib.Path) -> str:
+  """Damages any files, or one beside the checkpoints: the report, the Params, the metrics."""
+  if draw.random() < 0.5:
+    return file_attacks.DamageAny(draw, folder)
+  return mutation.File(draw, draw.choice(sorted((folder / 'run').glob('*.*'))))
+
+
 def _ReadTable(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
   del draw
   return file_attacks.Command('tools.benchmark', [f'--table_of={folder / "results.jsonl"}'])
+
+
+def _MakeStudy(folder: pathlib.Path) -> None:
+  metrics = {'bleu': 10.0, 'chrf': 20.0, 'exact': 0.1}
+  result = {
+    'overrides': [''], 'num_params': 1000, 'steps': 10, 'seconds': 1.0, 'total_seconds': 2.0,
+    'is_done': False, 'dev_loss': 1.5, 'metrics': metrics,
+  }  # fmt: skip
+  results = [{'name': name, **result} for name in ('bilingual-de', 'multilingual', 'deep')]
+  lines = ''.join(f'{json.dumps(result)}\n' for result in results)
+  (folder / 'results.jsonl').write_text(lines)
+
+
+def _ReadStudy(folder: pathlib.Path) -> str:
+  return multilingual_study.Report(multilingual_study.ReadResults(folder / 'results.jsonl'))
+
+
+def _DamageStudy(draw: random.Random, folder: pathlib.Path) -> str:
+  """Damages the file, or a value of a line that stays valid JSON."""
+  if draw.random() < 0.3:
+    return file_attacks.DamageAny(draw, folder)
+  path = folder / 'results.jsonl'
+  lines = path.read_text().splitlines()
+  lines[0] = mutation.Json(draw, lines[0])
+  path.write_text('\n'.join(lines) + '\n')
+  return 'a value of the first line'
+
+
+def _MakeNothing(folder: pathlib.Path) -> None:
+  (folder / 'unused').touch()
+
+
+def _UsePath(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
+  """Uses a path that no file has: with bytes that are not UTF-8, with NUL, or too long."""
+  path = f'{folder}/{draw.choice(_NAMES)}'
+  args = _Args(folder / 'run', 'task.train.eval_datasets:[]') + ['--max_steps=1']
+  inspect = [f'--model={_MODEL}', '--mode=inspect_params']
+  tokens = ['--model=lm.stdlib.PackedTransformerGPipe2', '--mode=inspect_model', '--platform=cpu']
+  reader, reader_args = draw.choice([
+    ('trainer', [*args, f'--logdir={path}']),
+    ('trainer', [f'--logdir={path}', '--mode=inspect_checkpoint']),
+    ('trainer', [*args, '--mode=export', f'--export_dir={path}']),
+    ('trainer', ['--mode=diff_params', _MODEL, path]),
+    ('trainer', [*inspect, f'--model_params_file_override={path}']),
+    ('trainer', [*inspect, f'--flagfile={path}']),
+    ('trainer', [*inspect, f'--params_package={path}']),
+    ('trainer', [*args, f'--cluster={path}']),
+    ('trainer', [*args, f'--model_params_override={_WARM_START.format(path)}']),
+    ('trainer', [*tokens, f'--model_params_override=input.vocab_filepath:{path}']),
+    ('trainer', [*tokens, f'--model_params_override=input.cache_dir:{path}']),
+    ('evaluator', [*args, '--once', f'--logdir={path}']),
+    ('tools.train_sentencepiece', [f'--files={path}', '--vocab_size=300', f'--prefix={path}']),
+    ('tools.draw_schedule', [f'--schedule={path}']),
+    ('tools.draw_schedule', [f'--output={path}']),
+    ('tools.plan', [f'--model={_MODEL}', '--platform=cpu', f'--device_file={path}']),
+    ('tools.benchmark', [f'--table_of={path}']),
+  ])  # fmt: skip
+  return file_attacks.Command(reader, reader_args)
 
 
 KINDS = {
@@ -130,5 +203,7 @@ KINDS = {
   'device_file': file_attacks.Kind(_MakeDevices, command=_ReadDevices),
   'pictures': file_attacks.Kind(_MakePictures, command=_ReadPictures),
   'benchmarks': file_attacks.Kind(_MakeTable, command=_ReadTable),
-  'run': file_attacks.Kind(_MakeRun, command=_ReadRun),
+  'run': file_attacks.Kind(_MakeRun, command=_ReadRun, damage=_DamageRun),
+  'study': file_attacks.Kind(_MakeStudy, _ReadStudy, damage=_DamageStudy),
+  'paths': file_attacks.Kind(_MakeNothing, command=_UsePath),
 }
