@@ -142,7 +142,7 @@ class _FileLock:
       os.makedirs(directory, exist_ok=True)
       # NOFOLLOW: the file is truncated below, which must not happen to the target of a link.
       self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as e:
+    except (OSError, RecursionError) as e:  # Python makes folders recursively.
       raise files.CannotWrite(FILE_NAME, directory, e) from e
     try:
       self._Lock()

@@ -37,6 +37,12 @@ def testASecondTrainerIsRefusedUntilTheFirstEnds(tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore:This process .* is multi-threaded')
+def testADirectoryTooDeepForPythonCannotBeWritten(tmp_path):
+  with pytest.raises(OSError, match=naming.Naming(logdir_lock.FILE_NAME, 'recursion')):
+    with logdir_lock.HoldLock(str(tmp_path) + '/x' * 2500):
+      pass
+
+
 def testAForkedProcessDoesNotKeepTheLock(tmp_path):
   to_child, to_parent = os.pipe(), os.pipe()
   with logdir_lock.HoldLock(str(tmp_path)):
