@@ -397,7 +397,7 @@ class SharedLoss:
         f"{math.layers[0].path}: vocabulary='shared' needs a loss that uses the inputs of the "
         'softmax by its logits only: the gradient of any other use would be lost'
       )
-    # Of uses of the weights besides the logits.
+    # Gradients of uses of the weights other than the logits.
     math.Accumulate(accumulators, weight_gradients)
     dense = iter(leaves.DenseGradients([*itertools.chain(*floats)], float_gradients))
     return [[next(dense) for _ in of_slice] for of_slice in floats], sums
