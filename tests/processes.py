@@ -182,14 +182,21 @@ class Forks:
 
 @contextlib.contextmanager
 def Started(
-  program, *args, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, command=None
+  program,
+  *args,
+  cwd=ROOT,
+  stdout=subprocess.PIPE,
+  stderr=subprocess.DEVNULL,
+  command=None,
+  more_environment=None,
 ):
   """Yields a running program; kills it at the end if it still runs.
 
   Ctrl-C acts on it as in a terminal, also if the tests run in the background of a shell.
   """
   process = subprocess.Popen(
-    [*(command or Command(program)), *args], cwd=cwd, env=Environment(), text=True,
+    [*(command or Command(program)), *args], cwd=cwd, text=True,
+    env=Environment(**(more_environment or {})),
     stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   )  # fmt: skip

@@ -111,7 +111,7 @@ def ReadResults(path: pathlib.Path) -> dict[str, dict[str, Any]]:
   for number, line in enumerate(text.splitlines(), 1):
     try:
       result = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
       continue
     if not _IsResult(result):
       raise ValueError(

@@ -7,6 +7,7 @@ Imports no TensorFlow, so that programs without TensorFlow start fast.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -79,7 +80,8 @@ def Parse(
 
 def _FlagFiles() -> str:
   """Returns the arguments that name files of flags, for messages."""
-  return ' '.join(a for a in sys.argv[1:] if 'flagfile' in a) or '--flagfile'
+  text = ' '.join(sys.argv[1:])
+  return ' '.join(re.findall(r'(?<!\S)--?flagfile[= ]\S+', text)) or '--flagfile'
 
 
 def _Texts() -> Iterator[tuple[str, str]]:

@@ -43,7 +43,7 @@ def Use(directory: str) -> str:
     raise ValueError(f'TF_XLA_FLAGS already names a compilation cache ({named[0]}); unset one')
   try:
     os.makedirs(path, exist_ok=True)
-  except OSError as e:
+  except (OSError, RecursionError) as e:
     raise files.CannotWrite('compiled code', path, e) from e
   if not named:
     os.environ['TF_XLA_FLAGS'] = ' '.join([*flags, f'{_OPTION}={path}'])

@@ -73,4 +73,5 @@ if _IsProgram():
     _stderr = os.dup(2)
   Install()
   # At its very end Python restores the default, which would kill the process without a word.
-  atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+  if signal.getsignal(signal.SIGINT) is _Handle:
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)

@@ -81,7 +81,7 @@ class BaseLayer(pipeline_element.PipelineElement):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of this class; the parent's value replaces None in the inherited ones."""
     p = hyperparams.InstantiableParams(cls)
-    p.Define('name', '', 'Name of this layer: lower case, digits and underscores.', domain.NAME)
+    p.Define('name', '', 'Name of this layer: letters, digits and _.', domain.NAME)
     p.Define(
       'dtype',
       None,

@@ -58,18 +58,18 @@ class Domain:
   def Check(self, path: str, value: Any) -> None:
     """Raises ValueError, naming the path, unless the domain contains the value."""
     if not self.contains(value):
-      is_params = PARAMS.contains(value)
-      text = (
-        f'Params of {getattr(value, "cls", None)!r}' if is_params else literals.WriteValue(value)
-      )
+      cls = getattr(value, 'cls', None) if PARAMS.contains(value) else None
+      text = f'Params of {cls.__name__}' if isinstance(cls, type) else literals.WriteValue(value)
       text = text if len(text) <= 80 else text[:76] + ' ...'
       raise ValueError(f'{path} expects {self.text}, got {text}{self._Hint(value)}')
 
   def _Hint(self, value: Any) -> str:
     """Returns a number's value in float32, the closest name, or all names if `text` has none."""
-    if isinstance(self.like, float) and isinstance(value, numbers.Real):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if isinstance(self.like, float) and is_number:
       rounded = _AsFloat32(value)
-      return f', which is {rounded} in float32' if rounded in (0, math.inf, -math.inf) else ''
+      is_another = rounded != value and rounded in (0.0, 1.0, math.inf, -math.inf)
+      return f', which is {rounded} in float32' if is_another else ''
     names = {name.lower(): name for name in self.names()} if isinstance(value, str) else {}
     if close := difflib.get_close_matches(value.lower(), names, n=1) if names else []:
       return f'; did you mean {names[close[0]]!r}?'
@@ -114,8 +114,8 @@ def Number(
 ) -> Domain:
   """Returns the finite numbers from `low` to `high`, or above and below a limit.
 
-  Their values in float32 must be finite, and above and below the limit, too: a factor of 1e-50 that
-  must be above 0 would be 0.
+  Their values in float32 must be finite and within `above` and `below`, too, whatever the dtype of
+  the model: most numbers end up in float32, in which 1e-50 is 0.
   """
 
   def _Contains(x: Any) -> bool:
@@ -235,7 +235,7 @@ STR = Domain('a string in UTF-8 without NUL', IsText, '')
 STRINGS = ListOf(STR)
 REGEX = Domain('a regular expression', _IsRegex, '')
 NAME = Domain(
-  'a name of letters, digits and _',
+  'a name of letters, digits and _, no digit first',
   lambda x: isinstance(x, str) and (not x or (x.isidentifier() and x.isascii())),
   '',
 )

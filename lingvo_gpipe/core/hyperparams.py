@@ -357,6 +357,7 @@ class Params(params_tree.Node):
   ) -> Self:
     """Does the same as FromText for (path, text of the value) pairs. Returns self."""
     types = type_overrides or {}
+    former_classes: dict[str, Any] = {}  # {path of a cls: its value before the overrides}.
 
     def _Parse(path: str, text: str, current: Any, param: params_tree.Param | None) -> Any:
       default = param.default if param else None
@@ -369,6 +370,8 @@ class Params(params_tree.Node):
           f'{path} {state} Params; set one of the params in it{hint}, got {literals.Shorten(text)}'
         )
       type_name = types.get(path)
+      if path.rpartition('.')[2] == 'cls':
+        former_classes.setdefault(path, current)
       if param and param.domain:
         if current is not None and text.strip() == literals.WriteValue(current):
           return current
@@ -392,15 +395,15 @@ class Params(params_tree.Node):
         value = params_tree.GetStep(value, step, prefix, path)
       if param and param.domain and not params_tree.Equal(param.value, param.default):
         param.domain.Check(where, param.value)
-      if path.rpartition('.')[2] == 'cls' and hasattr(value, 'Params'):
-        default = owner.GetDefault('cls')
-        former = default.Params().GetKeys() if hasattr(default, 'Params') else []
+      former = former_classes.get(path, value)
+      if value is not former and hasattr(value, 'Params'):
+        former_keys = former.Params().GetKeys() if hasattr(former, 'Params') else []
         keys = value.Params().GetKeys()
         if missing := [key for key in keys if key not in owner]:
           raise ValueError(
             f'{path} cannot become {value.__name__}, which has the params {", ".join(missing)}, too'
           )
-        if ignored := [key for key in former if key in owner and key not in keys]:
+        if ignored := [key for key in former_keys if key in owner and key not in keys]:
           raise ValueError(
             f'{path} cannot become {value.__name__}, which does not have the params '
             f'{", ".join(ignored)}'

@@ -341,7 +341,7 @@ def _Resolve(module_name: str, qualname: str) -> Any:
     value = vars(value)[name] if value is module else getattr(value, name)
   if not (IsNamed(value) or callable(value)):
     raise ValueError(f'{qualname} of module {module_name} is not a class or a function')
-  # The module may have imported it.
+  # The module may have imported it, and a method that is implemented in C has no module.
   # Methods that are implemented in C have no module.
   _CheckAllowed(str(getattr(value, '__module__', None)), getattr(value, '__qualname__', qualname))
   return value

@@ -19,8 +19,6 @@ from lingvo_gpipe.core import fprop_context, fprop_trace, hyperparams, layer_tre
 class PipelineElement(layer_tree.LayerTree):
   """The base class of `BaseLayer`: properties and costs of an element of a sequence of layers."""
 
-  _params: Any
-
   # Whether FProp may read trainable variables other than its weights, which nobody trains.
   reads_other_variables = False
 

@@ -102,7 +102,9 @@ class PipeliningLayer(base_layer.BaseLayer):
       'schedule',
       'gpipe',
       'Name of the training schedule, or a Schedule.',
-      domain.NameOf('a schedule', schedules.Names) | domain.InstanceOf(schedules.Schedule),
+      # `Get` explains how to use `search`.
+      domain.NameOf('a schedule', lambda: [*schedules.Names(), 'search'])
+      | domain.InstanceOf(schedules.Schedule),
     )
     p.Define(
       'remat_policy',
@@ -116,7 +118,8 @@ class PipeliningLayer(base_layer.BaseLayer):
       'offload',
       0.0,
       'Greatest share of the stages and micro-batches of a device whose activations wait for '
-      'backward in the memory of the host; only if that lowers its peak. 0: none, '
+      'backward in the memory of the host; only if that lowers the peak of the device. 0: '
+      'none, '
       'unless a Schedule has copies.',
       domain.Number(0, 1),
     )

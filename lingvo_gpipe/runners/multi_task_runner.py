@@ -225,15 +225,16 @@ def _MakeRunner(
 
 
 def _CheckBatchFits(source: Any, devices: Sequence[str]) -> None:
-  """Raises ValueError if a batch takes more than the memory of all hosts, if all are like this."""
-  spec, num_hosts = source.BatchSpec(), len({tf.DeviceSpec.from_string(d).task for d in devices})
-  memory = num_hosts * os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-  size = sum((x.shape.num_elements() or 0) * x.dtype.size for x in spec.Flatten())
+  """Raises ValueError if a batch takes more than the memory of this machine, without workers."""
+  if any(tf.DeviceSpec.from_string(d).job not in (None, 'localhost') for d in devices):
+    return  # Workers may read their parts of a batch.
+  memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  size = sum((x.shape.num_elements() or 0) * x.dtype.size for x in source.BatchSpec().Flatten())
   if size > memory:
     raise ValueError(
       f'{type(source).__name__} {source.params.name!r}: a batch takes '
       f'{text_table.FormatBytes(size)}, more than the memory of {text_table.FormatBytes(memory)}: '
-      'set a smaller batch_size, or shorter examples'
+      'take smaller batches, or shorter examples'
     )
 
 

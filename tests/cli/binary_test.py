@@ -311,12 +311,14 @@ _CTRL_C_AT_EXIT = pathlib.Path(processes.Program('interrupt_at_exit')).read_text
 )
 def testCtrlCInTheFirstOrLastMomentOfAToolPrintsNoStack(tmp_path, module, source, expected):
   (tmp_path / f'{module}.py').write_text(source)
-  done = processes.Run(
+  with processes.Started(
     '',
     command=[sys.executable, '-m', 'tools.draw_schedule', f'--output={tmp_path}/schedule.svg'],
+    stderr=subprocess.PIPE,
     more_environment={'PYTHONPATH': f'{tmp_path}{os.pathsep}{processes.ROOT}'},
-  )
-  assert (done.returncode, done.stderr) == expected
+  ) as process:
+    _, stderr = process.communicate(timeout=processes.TIMEOUT)
+  assert (process.returncode, stderr) == expected
 
 
 def testCtrlCDoesNotEndAProcessThatImportsAProgram():

@@ -61,6 +61,10 @@ def testValues(tested, inside, outside):
     (domain.NameOf('a schedule', lambda: ['gpipe', '1f1b']), 'xyz', 'gpipe, 1f1b'),
     (domain.POSITIVE, 1e300, 'inf in float32'),
     (domain.POSITIVE | domain.NONE, 1e-60, '0.0 in float32'),
+    (domain.PROBABILITY, 0.99999999, '1.0 in float32'),
+    (domain.POSITIVE, 0, 'got 0'),
+    (domain.POSITIVE, False, 'got False'),
+    (domain.POSITIVE, math.inf, 'got inf'),
   ],
 )
 def testAMessageHelpsWithAName(tested, value, named):

@@ -296,6 +296,30 @@ def testTypeOfTheDefaultReplacesATypeOfNone():
   assert p.rate == 1.0 and type(p.rate) is float
 
 
+class _Narrow:
+  @classmethod
+  def Params(cls):
+    return hyperparams.InstantiableParams(cls)
+
+
+class _Wide(_Narrow):
+  @classmethod
+  def Params(cls):
+    p = super().Params()
+    p.Define('width', 1, '')
+    return p
+
+
+def testAClassInTextMustHaveTheSameParams():
+  name = f'type/{__name__}/_Narrow'
+  p = _Wide.Params()
+  assert 'width' in _Message(ValueError, p.FromText, f'cls:{name}')
+  narrow = _Narrow.Params()
+  assert 'width' in _Message(ValueError, narrow.FromText, f'cls:type/{__name__}/_Wide')
+  p.cls = _Narrow  # By code; its text can be read back.
+  assert p.Copy().FromText(p.ToText()) == p
+
+
 def testTypeOverrides():
   p = _Leaf(x=1, y=None)
   p.FromText('x:a text\ny:5', {'x': 'str', 'y': 'str'})

@@ -276,7 +276,7 @@ def testEachTrainedTaskNeedsAnInput():
 
 def testABatchLargerThanTheMemoryIsRefused(monkeypatch):
   monkeypatch.setattr(multi_task_runner.os, 'sysconf', lambda name: 1)
-  with pytest.raises(ValueError, match=naming.Naming('SyntheticRegressionInput', 'batch_size')):
+  with pytest.raises(ValueError, match=naming.Naming('SyntheticRegressionInput', 'memory')):
     _Runner(a=multi_task.Task(2))
 
 

@@ -39,12 +39,14 @@ class _ParallelFiles(parallel_text.ParallelText):
     paths = file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
     return [([], path) for path in paths]
 
+  _version: tuple[int, ...] = ()  # Version of the code that reads the files.
+
   def _FilesParam(self, languages: list[str]) -> str:
     """Returns the param that names a file, for messages; by the known languages of its pairs."""
     return self._Where('pair_files' if languages else 'file_pattern')
 
   def _SourceParts(self) -> list[Any]:
-    return [type(self).__name__, file_pattern.LINES_VERSION] + [
+    return [type(self).__name__, *self._version] + [
       (languages, os.path.basename(path), file_pattern.Digest(path, self._FilesParam(languages)))
       for languages, path in self._Files()
     ]
@@ -56,6 +58,8 @@ class TsvPairs(_ParallelFiles):
   Files of `p.file_pattern` have four columns: source language, target language, source, target.
   Files of `p.pair_files` hold one pair of languages and have two columns: source, target.
   """
+
+  _version = (file_pattern.LINES_VERSION,)
 
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:

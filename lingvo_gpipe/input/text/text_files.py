@@ -57,7 +57,8 @@ class TextFilesInput(text_tokens.TextTokensInput):
     return files.DecodeText(content, path, self._Where('file_pattern'))
 
   def _SourceParts(self) -> list[Any]:
-    return ['text_files', self.params.documents, file_pattern.LINES_VERSION, *self._digests]
+    version = [file_pattern.LINES_VERSION] if self.params.documents == 'lines' else []
+    return ['text_files', self.params.documents, *version, *self._digests]
 
   @functools.cached_property
   def _digests(self) -> list[tuple[str, str]]:

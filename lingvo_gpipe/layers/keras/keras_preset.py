@@ -97,12 +97,12 @@ def _LoadTaskWeights(model: Any, preset: str) -> None:
   """Fills what a task has beside its backbone, if the preset is of that class."""
   from keras_hub.src.utils import preset_utils
 
-  files = preset_utils.TASK_CONFIG_FILE, preset_utils.TASK_WEIGHTS_FILE
-  if not all(preset_utils.check_file_exists(preset, name) for name in files):
+  names = preset_utils.TASK_CONFIG_FILE, preset_utils.TASK_WEIGHTS_FILE
+  if not all(preset_utils.check_file_exists(preset, name) for name in names):
     return
-  task_class = preset_utils.check_config_class(preset_utils.load_json(preset, files[0]))
+  task_class = preset_utils.check_config_class(preset_utils.load_json(preset, names[0]))
   if isinstance(model, task_class):
-    model.load_task_weights(preset_utils.get_file(preset, files[1]))
+    model.load_task_weights(preset_utils.get_file(preset, names[1]))
 
 
 @contextlib.contextmanager
@@ -165,11 +165,11 @@ def _Reading(preset: str) -> Iterator[None]:
   """Turns every error by which KerasHub and its libraries reject files into one line.
 
   For damaged files they raise errors of many kinds, such as KeyError and SafetensorError, which do
-  not name the preset. Errors of devices and of too little memory stay as they are.
+  not name the preset. Errors of devices, of imports and of too little memory stay as they are.
   """
   try:
     yield
-  except (MemoryError, *_DEVICE_ERRORS):
+  except (MemoryError, ImportError, *_DEVICE_ERRORS):
     raise
   except Exception as e:
     kind = '' if type(e) is ValueError else f'{type(e).__name__}: '
