@@ -138,11 +138,11 @@ class _FileLock:
   def __init__(self, directory: str) -> None:
     self._directory = directory
     self._path = os.path.join(directory, FILE_NAME)
+    files.MakeDirs(FILE_NAME, directory)
     try:
-      os.makedirs(directory, exist_ok=True)
       # NOFOLLOW: the file is truncated below, which must not happen to the target of a link.
       self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except (OSError, RecursionError) as e:  # Python makes folders recursively.
+    except OSError as e:
       raise files.CannotWrite(FILE_NAME, directory, e) from e
     try:
       self._Lock()

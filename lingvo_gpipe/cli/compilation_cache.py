@@ -41,10 +41,7 @@ def Use(directory: str) -> str:
   named = [flag for flag in flags if flag.startswith(_OPTION)]
   if named and named != [f'{_OPTION}={path}']:
     raise ValueError(f'TF_XLA_FLAGS already names a compilation cache ({named[0]}); unset one')
-  try:
-    os.makedirs(path, exist_ok=True)
-  except (OSError, RecursionError) as e:
-    raise files.CannotWrite('compiled code', path, e) from e
+  files.MakeDirs('compiled code', path)
   if not named:
     os.environ['TF_XLA_FLAGS'] = ' '.join([*flags, f'{_OPTION}={path}'])
   return path

@@ -58,6 +58,14 @@ def CannotWrite(content: str, directory: str, error: BaseException) -> OSError:
   )
 
 
+def MakeDirs(content: str, directory: str) -> None:
+  """Makes a local directory and its parents, unless they exist; see `CannotWrite` for errors."""
+  try:
+    os.makedirs(directory, exist_ok=True)
+  except (OSError, RecursionError) as e:  # Python makes the parents recursively.
+    raise CannotWrite(content, directory, e) from e
+
+
 @contextlib.contextmanager
 def Reading(path: str, context: str) -> Iterator[None]:
   """Raises an OSError in one line if the enclosed code cannot read a file that a user names.

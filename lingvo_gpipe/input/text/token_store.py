@@ -16,6 +16,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from lingvo_gpipe.core import files
+
 # Number of sequences to gather into one array.
 _BLOCK = 1 << 16
 
@@ -199,7 +201,7 @@ def _Blocks(sequences: IntSequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def _WriteBlocks(directory: str, blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
   directory = os.path.abspath(directory)
-  os.makedirs(os.path.dirname(directory), exist_ok=True)
+  files.MakeDirs('tokens', os.path.dirname(directory))
   unfinished = f'{directory}.tmp-{uuid.uuid4().hex[:8]}'
   os.mkdir(unfinished)
   try:

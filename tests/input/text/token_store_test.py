@@ -157,6 +157,11 @@ def testFailureLeavesNoFiles(tmp_path):
     token_store.TokenStore.Load(str(tmp_path / 'store'))
 
 
+def testAFolderTooDeepForPythonCannotBeWritten(tmp_path):
+  with pytest.raises(OSError, match=naming.Naming('tokens', 'recursion')):
+    token_store.TokenStore.Write(str(tmp_path) + '/x' * 2500, [[1]])
+
+
 def testAnotherProcessMayWriteFirst(tmp_path):
   path = str(tmp_path / 'store')
 
