@@ -15,10 +15,10 @@ takes the last step out of a page that `trainer --profile_steps=7,7` has written
 from __future__ import annotations
 
 import os
-import pathlib
 
 from absl import flags
 
+from lingvo_gpipe.core import text_file
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.profiling import schedule_svg, timeline_html
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
@@ -63,32 +63,20 @@ def LeastStages(name: str, num_devices: int) -> int:
   return 1
 
 
-def _ReadText(path: pathlib.Path, flag: str) -> str:
-  """Like `files.ReadText`, which would import TensorFlow."""
-  try:
-    return path.read_text(encoding='utf-8')
-  except OSError as e:
-    raise ValueError(f'{flag}: {e}') from e
-  except UnicodeDecodeError as e:
-    raise ValueError(f'{flag}: {str(path)!r} is not in UTF-8: {e}') from e
-
-
 def Run() -> int:
   """Writes the picture; returns the exit status."""
   if FLAGS.timeline:
-    page = pathlib.Path(FLAGS.timeline)
-    if not os.path.isfile(page):  # `Path.is_file` raises OSError if the name is too long.
-      raise ValueError(f'--timeline: no file {FLAGS.timeline!r}')
-    program.WriteOutput(timeline_html.LastPicture(_ReadText(page, '--timeline')))
+    program.WriteOutput(timeline_html.LastPicture(text_file.Read(FLAGS.timeline, '--timeline')))
     return 0
-  path, num_devices = pathlib.Path(FLAGS.schedule), FLAGS.num_devices
+  num_devices = FLAGS.num_devices
   try:
     times = tuple(float(text) for text in FLAGS.times)
     forward, input_gradient, weight_gradient = times
   except ValueError:
     raise ValueError(f'--times: expected three numbers, got {",".join(FLAGS.times)}') from None
-  if os.path.isfile(path):
-    schedule = schedule_lib.Schedule.FromText(_ReadText(path, '--schedule'), name=path.name)
+  if os.path.isfile(FLAGS.schedule):
+    text, name = text_file.Read(FLAGS.schedule, '--schedule'), os.path.basename(FLAGS.schedule)
+    schedule = schedule_lib.Schedule.FromText(text, name=name)
   elif FLAGS.schedule in schedules.Names():
     per_device = FLAGS.stages_per_device or LeastStages(FLAGS.schedule, num_devices)
     schedule = schedules.Get(

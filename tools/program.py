@@ -41,7 +41,8 @@ def Main(define_flags: Callable[[], None], run: Callable[[], int], description: 
 
   Args:
     define_flags: defines the flags of this program.
-    run: the program; a ValueError is an error of the user, reported in one line with status 2.
+    run: the program; its ValueError or OSError is a mistake of the user, reported in one line with
+      status 2.
     description: the docstring of the module, which --help prints.
   """
   other_flags = set(FLAGS)
@@ -52,7 +53,7 @@ def Main(define_flags: Callable[[], None], run: Callable[[], int], description: 
     status = run()
   except KeyboardInterrupt:
     interrupts.End()
-  except (flags.Error, ValueError) as e:
+  except (flags.Error, OSError, ValueError) as e:
     print(f'{e} (--help lists the flags)', file=sys.stderr)
     status = 2
   sys.exit(status)

@@ -7,15 +7,14 @@ Imports no TensorFlow, so that programs without TensorFlow start fast.
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from absl import flags
 
 from lingvo_gpipe.cli import completion
 from lingvo_gpipe.cli import subjects as subjects_lib
-from lingvo_gpipe.core import domain
+from lingvo_gpipe.core import domain, text_file
 
 FLAGS = flags.FLAGS
 
@@ -50,12 +49,12 @@ def Parse(
     print(f'{description.strip()}\n\n{subjects_lib.Help(program, FLAGS, names, subjects)}')
     sys.exit(0)
   try:
-    arguments: list[str] = FLAGS(sys.argv)[1:]
+    arguments: list[str] = FLAGS([sys.argv[0], *_WithFlagFiles(sys.argv[1:])])[1:]
   except flags.Error as e:
     print(f'{e} (--help lists the flags)', file=sys.stderr)
     sys.exit(2)
-  except ValueError as e:  # The path has NUL, or the file is not in UTF-8.
-    print(f'{_FlagFiles()} cannot be read: {e}', file=sys.stderr)
+  except (OSError, ValueError) as e:  # A file of flags cannot be read.
+    print(e, file=sys.stderr)
     sys.exit(2)
   for text, name in [*((a, 'an argument') for a in arguments), *_Texts()]:
     if not domain.IsText(text):
@@ -78,10 +77,33 @@ def Parse(
   return arguments
 
 
-def _FlagFiles() -> str:
-  """Returns the arguments that name files of flags, for messages."""
-  text = ' '.join(sys.argv[1:])
-  return ' '.join(re.findall(r'(?<!\S)--?flagfile[= ]\S+', text)) or '--flagfile'
+def _WithFlagFiles(arguments: Iterable[str], parents: tuple[str, ...] = ()) -> Iterator[str]:
+  """Yields the arguments, with the lines of a file in place of each --flagfile=file.
+
+  Absl would read these files in any encoding, and with the byte order mark.
+
+  Args:
+    arguments: the arguments, of the command line or of a file.
+    parents: the files that name these arguments.
+
+  Raises:
+    OSError: a file cannot be read.
+    ValueError: a file is not in UTF-8, or contains itself.
+  """
+  remaining = iter(arguments)
+  for argument in remaining:
+    name, equals, path = argument.partition('=')
+    if argument == '--':  # No flags follow.
+      yield from (argument, *remaining)
+    elif name not in ('--flagfile', '-flagfile'):
+      yield argument
+    else:
+      path = os.path.expanduser(path.strip() if equals else next(remaining, ''))
+      if path in parents:
+        raise ValueError(f'--flagfile: {path!r} contains itself')
+      lines = map(str.strip, text_file.Read(path, '--flagfile').split('\n'))
+      flag_lines = (x for x in lines if x and not x.startswith(('#', '//')))
+      yield from _WithFlagFiles(flag_lines, (*parents, path))
 
 
 def _Texts() -> Iterator[tuple[str, str]]:

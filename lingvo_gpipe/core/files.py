@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import errno
 import os
@@ -12,6 +11,8 @@ import secrets
 from collections.abc import Iterator
 
 import tensorflow as tf
+
+from lingvo_gpipe.core import text_file
 
 # The errors that tf.io.gfile and Python's own functions raise.
 FILE_ERRORS = (tf.errors.OpError, OSError)
@@ -93,21 +94,7 @@ def ReadText(path: str, context: str) -> str:
   Raises:
     ValueError: the text is not in UTF-8.
   """
-  return DecodeText(ReadBytes(path, context), path, context)
-
-
-def DecodeText(content: bytes, path: str, context: str, first_line: int = 1) -> str:
-  """Decodes a part of a text file that begins at some line; ValueError if it is not in UTF-8.
-
-  Drops the byte order mark that some editors write at the beginning of a file.
-  """
-  if first_line == 1:
-    content = content.removeprefix(codecs.BOM_UTF8)
-  try:
-    return content.decode()
-  except UnicodeDecodeError as e:
-    line = first_line + content[: e.start].count(b'\n')
-    raise ValueError(f'{context}: {path!r} is not in UTF-8: line {line}: {e.reason}') from e
+  return text_file.Decode(ReadBytes(path, context), path, context)
 
 
 def IsLocal(path: str) -> bool:

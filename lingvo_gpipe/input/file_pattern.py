@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import files
+from lingvo_gpipe.core import files, text_file
 
 # Version of `Lines`: tokens in a cache of another version are made again.
 LINES_VERSION = 2
@@ -69,7 +69,7 @@ def Lines(path: str, context: str) -> Iterator[str]:
 
 
 def _Line(content: bytes, path: str, context: str, number: int) -> str:
-  return files.DecodeText(content.removesuffix(b'\r'), path, context, number)
+  return text_file.Decode(content.removesuffix(b'\r'), path, context, number)
 
 
 def Digest(path: str, context: str) -> str:

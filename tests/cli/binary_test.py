@@ -88,7 +88,13 @@ _MISTAKES = {
     ('--model_params_file_override', "'{}/latin'", 'UTF-8', 'line 2'),
   ),
   'file of flags that is not UTF-8': (
-    'trainer', ['--flagfile={}/latin'], ('--flagfile', 'latin', '0xe9'),
+    'trainer', ['--flagfile={}/latin'], ('--flagfile', "'{}/latin'", 'UTF-8', 'line 2'),
+  ),
+  'file of flags that contains itself': (
+    'trainer', ['--flagfile={}/cycle'], ('--flagfile', "'{}/cycle'"),
+  ),
+  'file of flags that is missing': (
+    'trainer', ['--flagfile', '/no/such/file'], ('--flagfile', "'/no/such/file'"),
   ),
   'path that is not UTF-8': (
     'trainer', [_MODEL, '--logdir={}/\udcff'], ('--logdir', 'UTF-8', 'udcff'),
@@ -193,6 +199,7 @@ def mistaken(tmp_path_factory, forks):
   """({mistake: finished process}, log directory); one process imports TensorFlow itself."""
   logdir = str(tmp_path_factory.mktemp('run'))
   pathlib.Path(logdir, 'latin').write_bytes(b'task.num_layers:2\ntask.name:caf\xe9\n')
+  pathlib.Path(logdir, 'cycle').write_text(f'--mode=list\n--flagfile={logdir}/cycle\n')
   pathlib.Path(logdir, 'nul').write_text(f'--logdir={logdir}/a\0b\n')
   finished = {}
   with logdir_lock.HoldLock(f'{logdir}/held/train'):
@@ -211,6 +218,13 @@ def testAMistakeIsReportedInOneLine(mistaken, what):
   assert naming.Names(line, *(str(part).replace('{}', logdir) for part in _MISTAKES[what][2]))
   # Nothing was started.
   assert done.stdout == ''
+
+
+def testFilesOfFlagsMayNameOthersAndHaveAByteOrderMark(forks, tmp_path):
+  (tmp_path / 'outer').write_text(f'\ufeff# Comment.\n\n --flagfile={tmp_path}/inner\n')
+  (tmp_path / 'inner').write_text('// Comment.\n--mode=list\n--num_devices\n')
+  done = forks.Run('trainer', '--flagfile', f'{tmp_path}/outer', '2')
+  assert processes.Succeeded(done).stdout.splitlines() == registry.ListKeys()
 
 
 def testModesPrintAndExit(forks):

@@ -51,9 +51,8 @@ class Ended(NamedTuple):
 
   @property
   def messages(self) -> list[str]:
-    """The lines for users: without absl's log and its warning of a --flagfile."""
-    lines = self.stderr.splitlines()
-    return [line for line in lines if not re.match(r'[IWE]\d{4} |Warning: Hit circular ', line)]
+    """The lines for users: without absl's log."""
+    return [line for line in self.stderr.splitlines() if not re.match(r'[IWE]\d{4} ', line)]
 
 
 class Child:

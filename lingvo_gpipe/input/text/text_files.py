@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from lingvo_gpipe.core import domain, files, hyperparams
+from lingvo_gpipe.core import domain, files, hyperparams, text_file
 from lingvo_gpipe.input import file_pattern
 from lingvo_gpipe.input.text import text_tokens
 
@@ -54,7 +54,7 @@ class TextFilesInput(text_tokens.TextTokensInput):
 
   def _FileText(self, content: bytes, path: str) -> str:
     """Decodes a file that is a document; override it for files that are not in UTF-8."""
-    return files.DecodeText(content, path, self._Where('file_pattern'))
+    return text_file.Decode(content, path, self._Where('file_pattern'))
 
   def _SourceParts(self) -> list[Any]:
     version = [file_pattern.LINES_VERSION] if self.params.documents == 'lines' else []

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text of files that users hand in, without TensorFlow; `files` also reads remote paths."""
+
+from __future__ import annotations
+
+import codecs
+
+
+def Read(path: str, context: str) -> str:
+  """Returns the text of a local file.
+
+  Args:
+    path: the file.
+    context: start of messages: the flag or param that names the file.
+
+  Raises:
+    OSError: the file cannot be read.
+    ValueError: the text is not in UTF-8.
+  """
+  try:
+    with open(path, 'rb') as f:
+      content = f.read()
+  except (OSError, ValueError) as e:  # ValueError: the path has NUL.
+    raise OSError(f'{context}: {path!r} cannot be read: {getattr(e, "strerror", e)}') from e
+  return Decode(content, path, context)
+
+
+def Decode(content: bytes, path: str, context: str, first_line: int = 1) -> str:
+  """Decodes a part of a text file that begins at some line; ValueError if it is not in UTF-8.
+
+  Drops the byte order mark that some editors write at the beginning of a file.
+  """
+  if first_line == 1:
+    content = content.removeprefix(codecs.BOM_UTF8)
+  try:
+    return content.decode()
+  except UnicodeDecodeError as e:
+    line = first_line + content[: e.start].count(b'\n')
+    raise ValueError(f'{context}: {path!r} is not in UTF-8: line {line}: {e.reason}') from e
