@@ -24,6 +24,8 @@ _SKIPPED = re.compile(r'(?:[\s;]|#[^\n]*)*')
 _BLANKS = re.compile(r'[ \t]*')
 _BARE_VALUE = re.compile(r'[^;\n]*')
 _PLAIN = (list, tuple, dict, bytes)
+# The number of values with open quotes or brackets, each of which costs a scan of the whole text.
+_MAX_OPEN = 100
 
 
 # --- Values ---------------------------------------------------------------------------------------
@@ -245,10 +247,10 @@ def ParseOverrides(text: str) -> list[tuple[str, str]]:
   keys and values is ignored.
 
   Raises:
-    ValueError: a pair has no `:` or no key.
+    ValueError: a pair has no `:` or no key, or too many values have open quotes or brackets.
   """
   pairs: list[tuple[str, str]] = []
-  position = 0
+  position = num_open = 0
   while True:
     position += len(_Match(_SKIPPED, text, position))
     if position == len(text):
@@ -263,6 +265,12 @@ def ParseOverrides(text: str) -> list[tuple[str, str]]:
     stop = None
     if literals.LITERAL_START.match(text, position):
       stop = _ScanLiteral(text, position, ';\n')
+      num_open += stop is None
+      if num_open > _MAX_OPEN:  # Each was scanned up to the end of the text.
+        raise ValueError(
+          f'{literals.Shorten(key)} is one of more than {_MAX_OPEN} values with open quotes or '
+          'brackets; close them'
+        )
     value = text[position:stop] if stop else _Match(_BARE_VALUE, text, position)
     # A key may span lines inside quotes, but messages that name it must be one line.
     key = key.replace('\n', '\\n').replace('\r', '\\r')

@@ -217,6 +217,12 @@ def testOverridesWithoutKeyOrColonRaise(text, quoted):
     params_text.ParseOverrides(text)
 
 
+def testManyValuesWithOpenBracketsAreRefusedAtOnce():
+  assert len(params_text.ParseOverrides('a:[;' * 100)) == 100
+  with pytest.raises(ValueError, match=naming.Naming("'a'", '100', 'brackets')):
+    params_text.ParseOverrides('a:[;' * 100_000)
+
+
 @hypothesis.settings(deadline=None)
 @hypothesis.given(
   values=st.lists(st.text() | st.lists(st.text(alphabet='\'"\\;:\n#[](){}'))),
