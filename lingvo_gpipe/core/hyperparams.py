@@ -31,6 +31,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
@@ -408,6 +410,12 @@ class Params(params_tree.Node):
             f'{path} cannot become {value.__name__}, which does not have the params '
             f'{", ".join(ignored)}'
           )
+        (least, most), (former_least, former_most) = _NumArguments(value), _NumArguments(former)
+        if least > former_most or most < former_least:
+          raise ValueError(
+            f'{path} cannot become {value.__name__}, whose FProp{inspect.signature(value.FProp)} '
+            f'takes other arguments than {former.__name__}.FProp{inspect.signature(former.FProp)}'
+          )
 
     changes = ((path, functools.partial(_Parse, path, text)) for path, text in overrides)
     return self._SetAll(changes, _Check)
@@ -458,6 +466,17 @@ class InstantiableParams(Params):
     name = f' {self.name!r}' if 'name' in self and self.name else ''
     self.CheckDomains(f'{getattr(self.cls, "__name__", self.cls)}{name}: ')
     return self.cls(self, **kwargs)
+
+
+def _NumArguments(cls: Any) -> tuple[int, float]:
+  """Returns the least and the greatest number of positional arguments that FProp takes, if any."""
+  if not hasattr(cls, 'FProp'):
+    return 0, math.inf
+  parameters = inspect.signature(cls.FProp).parameters.values()
+  positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+  takes_any = any(x.kind == x.VAR_POSITIONAL for x in parameters)
+  required = sum(x.default is x.empty for x in positional)
+  return required, math.inf if takes_any else len(positional)
 
 
 def CopyFieldsTo(

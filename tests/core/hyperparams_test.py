@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of Params: definition, access, merging and text. params_tree_test has walks over Params."""
 
+import itertools
 import math
 import os
 import subprocess
@@ -318,6 +319,49 @@ def testAClassInTextMustHaveTheSameParams():
   assert 'width' in _Message(ValueError, narrow.FromText, f'cls:type/{__name__}/_Wide')
   p.cls = _Narrow  # By code; its text can be read back.
   assert p.Copy().FromText(p.ToText()) == p
+
+
+class _TakesOne(_Narrow):
+  def FProp(self, theta, x):
+    return x
+
+
+class _TakesTwo(_Narrow):
+  def FProp(self, theta, x, y):
+    return x + y
+
+
+class _TakesOneOrTwo(_Narrow):
+  def FProp(self, theta, x, y=None):
+    return x if y is None else x + y
+
+
+class _TakesAny(_Narrow):
+  def FProp(self, theta, *args):
+    return args
+
+
+def testAClassInTextMustTakeTheSameNumberOfArguments():
+  fits = {
+    (former.__name__, new.__name__)
+    for former, new in itertools.permutations(
+      [_Narrow, _TakesOne, _TakesTwo, _TakesOneOrTwo, _TakesAny], 2
+    )
+    if not _Refusal(former.Params(), f'cls:type/{__name__}/{new.__name__}')
+  }
+  assert ('_TakesOne', '_TakesTwo') not in fits and ('_TakesTwo', '_TakesOne') not in fits
+  assert len(fits) == 5 * 4 - 2
+  message = _Refusal(_TakesOne.Params(), f'cls:type/{__name__}/_TakesTwo')
+  assert naming.Names(message, 'cls', '_TakesTwo', 'FProp(self, theta, x, y)', '_TakesOne')
+
+
+def _Refusal(p, text):
+  """Returns the message of a ValueError, or '' if `p` takes the text."""
+  try:
+    p.FromText(text)
+  except ValueError as e:
+    return str(e)
+  return ''
 
 
 def testTypeOverrides():
