@@ -21,8 +21,8 @@ import tensorflow as tf
 
 from lingvo_gpipe.layers.keras import keras_cell_layer, keras_equality, keras_variables
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import layer_statistics, pipelining_layer, replicas
-from lingvo_gpipe.pipeline.stages import failures, micro_batch
+from lingvo_gpipe.pipeline import failed_step, layer_statistics, pipelining_layer, replicas
+from lingvo_gpipe.pipeline.stages import micro_batch
 
 # Maps the side inputs of a micro-batch to the weight of its loss, a scalar.
 LossWeight = Callable[[Any], tf.Tensor]
@@ -71,7 +71,7 @@ class KerasStep:
     self._updates: _Updates = {}
     if not optimizer.built:
       optimizer.build(list(all_variables or self._variables.values()))
-    stack.engine.KeepSlices(KeepsSlices(stack, optimizer, sum_embedding_gradients))
+    stack.engine.KeepSparseGradients(KeepsSparse(stack, optimizer, sum_embedding_gradients))
     self._step = tf.function(self._Step, autograph=False)
 
   def __call__(self, args: Sequence[Any], side: Any = None) -> dict[str, tf.Tensor]:
@@ -99,7 +99,7 @@ class KerasStep:
     Args:
       make_micro_batches: returns the micro-batches of the step, which runs again up to the update.
     """
-    return failures.LocateFailure(self.stack.engine, lambda: self._Accumulate(make_micro_batches()))
+    return failed_step.Locate(self.stack.engine, lambda: self._Accumulate(make_micro_batches()))
 
   def _Step(self, args: tuple[Any, ...], side: Any) -> dict[str, tf.Tensor]:
     sums = self.Update(self.MicroBatches(args, side))
@@ -138,7 +138,7 @@ class KerasStep:
     # Stages hand on zeros in place of None, so the traces alone do not tell all.
     connected = engine.ConnectedPaths() & self._connected
     with _ClippedByStage(optimizer) as clip_norm:
-      gradients = self._Gradients(clip_norm, sums.slices)
+      gradients = self._Gradients(clip_norm, sums.sparse_gradients)
       is_compiled = engine.compiles_updates and _CanBeCompiled(optimizer)
       updates = _Compiled(optimizer, self._updates) if is_compiled else _OneByOne(optimizer)
       with _BesideInputs(), updates:
@@ -160,7 +160,7 @@ class KerasStep:
     return self.stack.engine.Accumulate(scaled, step)
 
   def _Gradients(
-    self, clip_norm: float | None, slices: Mapping[str, tf.IndexedSlices]
+    self, clip_norm: float | None, sparse: Mapping[str, tf.IndexedSlices]
   ) -> dict[str, Any]:
     """Returns {path: gradient}, each on its stage's device, clipped to a global norm."""
     squares = []
@@ -168,8 +168,8 @@ class KerasStep:
     for s in self.stack.engine.holders:
       with tf.device(s.device):
         for (path, v), accumulator in zip(s.trained.items(), s.accumulators, strict=True):
-          if path in slices:
-            gradients[path] = slices[path]
+          if path in sparse:
+            gradients[path] = sparse[path]
           else:
             gradients[path] = tf.cast(tf.convert_to_tensor(accumulator), v.dtype)
         if clip_norm is not None and s.trained:
@@ -183,12 +183,12 @@ class KerasStep:
     for s in self.stack.engine.holders:
       with tf.device(s.device):
         for path in s.trained:
-          dense = tf.convert_to_tensor(gradients[path])  # Keras multiplies slices as a matrix, too.
+          dense = tf.convert_to_tensor(gradients[path])  # Keras multiplies sparse ones so, too.
           gradients[path] = dense * tf.cast(factor, dense.dtype)
     return gradients
 
 
-def KeepsSlices(
+def KeepsSparse(
   stack: pipelining_layer.PipeliningLayer, optimizer: Any, sum_embedding_gradients: bool
 ) -> bool:
   """Whether the optimizer gets a gradient for each occurrence of a row; see `KerasStep`.
@@ -200,9 +200,9 @@ def KeepsSlices(
   clips = any(x.clipnorm or x.clipvalue or x.global_clipnorm for x in (optimizer, inner))
   is_linear = type(inner) in (keras.optimizers.SGD, keras.optimizers.Lion)
   adds = bool(inner.gradient_accumulation_steps) or (is_linear and not clips)
-  # Plain Keras divides by its own factor, and fails if the gradient consists of slices.
-  takes_slices = not adds and inner.loss_scale_factor is None
-  return is_keras and takes_slices and not sum_embedding_gradients
+  # Plain Keras divides by its own factor, and fails if the gradient is sparse.
+  takes_sparse = not adds and inner.loss_scale_factor is None
+  return is_keras and takes_sparse and not sum_embedding_gradients
 
 
 def Means(sums: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:

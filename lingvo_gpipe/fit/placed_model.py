@@ -110,12 +110,12 @@ class PlacedModel:
     devices, num_replicas = settings.devices, settings.num_replicas
     weights = layer_costs.Weights()
     if trainer.optimizer is not None:
-      keeps_slices = keras_step.KeepsSlices(
+      keeps_sparse = keras_step.KeepsSparse(
         self.stack, trainer.optimizer, settings.sum_embedding_gradients
       )
       weights = layer_costs.Weights(
         slots_per_weight=keras_variables.SlotsPerWeight(trainer.optimizer),
-        num_kept_slices=num_micro_batches if keeps_slices else 0,
+        num_kept_sparse=num_micro_batches if keeps_sparse else 0,
       )
     self.cut = self.stack.MakeCut(
       *arg_specs, weights=weights, device=devices[0], num_replicas=num_replicas

@@ -21,7 +21,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map
 from lingvo_gpipe.graph import side_effects
 from lingvo_gpipe.layers import sequential
-from lingvo_gpipe.pipeline import emission, engine
+from lingvo_gpipe.pipeline import emission, engine, failed_step
 from lingvo_gpipe.pipeline.schedule import actions
 from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
@@ -149,7 +149,7 @@ class Decoder:
   ) -> tuple[Any, PipelineStates]:
     """See PipeliningLayer.Prefill."""
     batch_size = micro_batch.BatchSize(args)
-    with failures.LocateFailure(self._pipeline, lambda: self._Prefill(args, max_length, last_only)):
+    with failed_step.Locate(self._pipeline, lambda: self._Prefill(args, max_length, last_only)):
       outputs, stages = self._prefill(args, max_length, last_only)
     return outputs, PipelineStates(stages, batch_size, max_length)
 
@@ -169,9 +169,7 @@ class Decoder:
         f'{self._path}: a step of {batch_size} examples, but the states have {states.batch_size}'
       )
     step = tf.constant(position, tf.int32)
-    with failures.LocateFailure(
-      self._pipeline, lambda: self._ExtendStep(states.stages, args, step)
-    ):
+    with failed_step.Locate(self._pipeline, lambda: self._ExtendStep(states.stages, args, step)):
       outputs, stages = self._extend_step(states.stages, args, step)
     return outputs, dataclasses.replace(states, stages=stages)
 

@@ -51,7 +51,7 @@ class Walk:
     for action in order:
       s = self._stages[action.stage]
       # The scopes name the action in TensorFlow's errors and in profiles.
-      with failures.NoteAction(s, str(action), action.micro_batch):
+      with failures.NoteAction(str(s), s.layers, str(action), action.micro_batch):
         with tf.name_scope(f'action_{action}'):
           emit(s, action)
 
@@ -110,8 +110,8 @@ class Emission:
       with_loss: whether the last stage runs the loss.
       theta: for each stage the weights of its layers as tensors; None for the variables.
       copies: copies tensors to the host and back, if the schedule says so.
-      is_dense: whether a trained leaf of a stage is known to get more than slices; then its slices
-        need not be kept, and are added to its accumulator.
+      is_dense: whether a trained leaf of a stage is known to get dense gradients; then its sparse
+        ones need not be kept, and are added to its accumulator.
     """
     self._walk = Walk(stages)
     self._stages = stages
@@ -140,8 +140,8 @@ class Emission:
     self._sums: list[dict[str, tf.Tensor]] = []
     self._rows: dict[int, dict[str, tf.Tensor]] = {}
     self._layer_sums: dict[tuple[int, str], list[dict[str, tf.Tensor]]] = {}
-    # {(stage, index of a trained leaf): {micro-batch: gradients that are slices}}.
-    self._slice_gradients: dict[tuple[int, int], dict[int, list[tf.IndexedSlices]]] = {}
+    # {(stage, index of a trained leaf): {micro-batch: sparse gradients}}.
+    self._sparse_gradients: dict[tuple[int, int], dict[int, list[tf.IndexedSlices]]] = {}
 
   def Emit(
     self, schedule: schedules.Schedule, remat_policy: rematerialisation.Policy = 'stage'
@@ -225,9 +225,9 @@ class Emission:
       totals.append((s.LayerOfSums(name), nested_map.NestedMap(total)))
     return totals
 
-  def Slices(self) -> Iterator[tuple[stage_lib.Stage, int, list[list[tf.IndexedSlices]]]]:
-    """Yields stages, trained leaves and for each micro-batch their slices in no accumulator."""
-    for (k, leaf), by_micro_batch in self._slice_gradients.items():
+  def SparseGradients(self) -> Iterator[tuple[stage_lib.Stage, int, list[list[tf.IndexedSlices]]]]:
+    """Yields stages, trained leaves and for each micro-batch the sparse gradients that wait."""
+    for (k, leaf), by_micro_batch in self._sparse_gradients.items():
       yield self._stages[k], leaf, [by_micro_batch[m] for m in sorted(by_micro_batch)]
 
   def LastResults(self, device: str | None = None) -> list[tf.Tensor]:
@@ -267,14 +267,14 @@ class Emission:
     functions, sinks = self._FunctionsFor(s, m), s.AllAccumulators()
     dx, sums, accumulated = self._Call(s, m, functions.ForwardBackward, sinks)
     self._Give(s, m, (), sums)
-    self._TakeSlices(s, m, accumulated)
+    self._TakeSparse(s, m, accumulated)
     self._GiveGradient(s, m, dx)
 
   def _Backward(self, s: stage_lib.Stage, m: int) -> None:
     dy, residuals = self._TakeGradient(s, m), self._residuals.pop((s.index, m))
     functions, sinks = self._FunctionsFor(s, m), s.AllAccumulators()
     dx, accumulated = self._Call(s, m, functions.Backward, sinks, residuals, dy)
-    self._TakeSlices(s, m, accumulated)
+    self._TakeSparse(s, m, accumulated)
     self._GiveGradient(s, m, dx)
 
   def _InputGradient(self, s: stage_lib.Stage, m: int) -> None:
@@ -292,7 +292,7 @@ class Emission:
       dy, for_weights = self._TakeGradient(s, m), []
     functions, sinks = self._FunctionsFor(s, m), s.AllAccumulators()
     accumulated = self._Call(s, m, functions.WeightGradient, sinks, residuals, dy, for_weights)
-    self._TakeSlices(s, m, accumulated)
+    self._TakeSparse(s, m, accumulated)
 
   def _Offload(self, s: stage_lib.Stage, m: int) -> None:
     on_host = self._copies.Offload(self._Waiting(s, m), s.device, self._walk.Before(s))
@@ -358,14 +358,14 @@ class Emission:
     for name, value in sums.layers.items():
       self._layer_sums.setdefault((s.index, name), []).append(value)
 
-  def _TakeSlices(self, s: stage_lib.Stage, m: int, accumulated: stage_math.Accumulated) -> None:
-    for leaf, slices in accumulated.slices.items():
+  def _TakeSparse(self, s: stage_lib.Stage, m: int, accumulated: stage_math.Accumulated) -> None:
+    for leaf, gradients in accumulated.sparse.items():
       # Saves memory: a table that is the output matrix, too, is in a later stage, whose backward
       # came before.
       if self._is_dense(s, leaf):
-        AddSlices(s, leaf, slices)
+        AddSparse(s, leaf, gradients)
       else:
-        self._slice_gradients.setdefault((s.index, leaf), {})[m] = slices
+        self._sparse_gradients.setdefault((s.index, leaf), {})[m] = gradients
 
   def _TakeGradient(self, s: stage_lib.Stage, m: int) -> list[tf.Tensor] | None:
     """Returns the gradients of the floating leaves of y; None in the stage with the loss."""
@@ -387,10 +387,10 @@ class Emission:
       self._dskips.setdefault((name, m), []).append(dskip)
 
 
-def AddSlices(s: stage_lib.Stage, leaf: int, slices: Iterable[tf.IndexedSlices]) -> None:
-  """Adds slices to the accumulator of a trained leaf of a stage."""
+def AddSparse(s: stage_lib.Stage, leaf: int, gradients: Iterable[tf.IndexedSlices]) -> None:
+  """Adds sparse gradients to the accumulator of a trained leaf of a stage."""
   with tf.device(s.device):
-    for gradient in slices:
+    for gradient in gradients:
       stage_math.Accumulate([s.AllAccumulators()[leaf]], [gradient])
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from lingvo_gpipe.pipeline import (
   emission,
   host_copies,
   replicas,
-  table_gradients,
+  sparse_gradients,
   vocabulary_emission,
 )
 from lingvo_gpipe.pipeline.schedule import offload as offload_lib
@@ -62,13 +61,13 @@ class Sums(NamedTuple):
     metrics: {metric: [sum of value * weight, sum of weight]}, tensors [2] on the last device, or
       the total of a `weighted_loss.Sum` or `Rows`.
     layers: {path of a layer: the sums that it reported for its state}, for `layer_statistics.Next`.
-    slices: {path of a table: its gradient over all replicas, with a row for each occurrence}, only
-      after `KeepSlices`, and for tables that batches only look up.
+    sparse_gradients: {path of a table: its gradient over all replicas, with a row for each
+      occurrence}, only after `KeepSparseGradients`, and for tables that batches only look up.
   """
 
   metrics: dict[str, tf.Tensor]
   layers: dict[str, nested_map.NestedMap]
-  slices: dict[str, tf.IndexedSlices]
+  sparse_gradients: dict[str, tf.IndexedSlices]
 
 
 class PipelineEngine:
@@ -159,7 +158,6 @@ class PipelineEngine:
       len(ends), loss_fn, xla, shares_vocabulary=bool(vocabulary)
     )
     self.ties = dict(ties or {})
-    self._table_gradients = table_gradients.TableGradients(layers)
     self._logged_small_batch = False
     self.shares_vocabulary, head = bool(vocabulary), layers[-1]
     shard_devices, slice_devices = {}, devices[: len(vocabulary)]
@@ -191,6 +189,9 @@ class PipelineEngine:
       self.replicas.append(replicas.Copy(first, [replica_devices[k] for k in placement]))
     if num_replicas > 1:
       replicas.SumStatistics(self.replicas, xla)
+    self._sparse_gradients = sparse_gradients.SparseGradients(
+      layers, [*self.stages, *slices], self.ties, self._TrainingMath
+    )
     # Until now a tied weight may have an initial value of its own.
     self.SyncTies()
 
@@ -237,7 +238,7 @@ class PipelineEngine:
   def WithoutXla(self) -> Iterator[None]:
     """Runs the stages of the enclosed code without XLA."""
     compiled = self.functions
-    self.functions = compiled.With(xla=False, keeps_slices=compiled.keeps_slices)
+    self.functions = compiled.With(xla=False, keeps_sparse=compiled.keeps_sparse)
     try:
       yield
     finally:
@@ -250,17 +251,17 @@ class PipelineEngine:
 
   # ---- training and evaluation -------------------------------------------------------------------
 
-  def KeepSlices(self, keeps_slices: bool) -> None:
+  def KeepSparseGradients(self, keeps_sparse: bool) -> None:
     """Sets whether `Accumulate` returns the gradients of tables that batches only look up.
 
     To be called before the first step.
 
     Args:
-      keeps_slices: whether it returns them, as slices, and does not use their accumulators. The
-        arguments of the first layer must have the batch first.
+      keeps_sparse: whether it returns them, as rows and indices, and does not use their
+        accumulators. The arguments of the first layer must have the batch first.
     """
-    if keeps_slices != self.functions.keeps_slices:
-      self.functions = self.functions.With(xla=self.xla, keeps_slices=keeps_slices)
+    if keeps_sparse != self.functions.keeps_sparse:
+      self.functions = self.functions.With(xla=self.xla, keeps_sparse=keeps_sparse)
 
   def Accumulate(
     self,
@@ -273,8 +274,8 @@ class PipelineEngine:
     """Runs forward and backward of all micro-batches; gradients end in the accumulators.
 
     The accumulators of each replica then hold the gradient of the sum of `loss_weight * loss` over
-    its micro-batches, except for the tables of `KeepSlices`. The update adds the replicas and
-    divides by the sum of the loss weights. No weight and no layer's state changes.
+    its micro-batches, except for the tables of `KeepSparseGradients`. The update adds the replicas
+    and divides by the sum of the loss weights. No weight and no layer's state changes.
 
     Args:
       micro_batches: the micro-batches of the mini-batch.
@@ -286,7 +287,7 @@ class PipelineEngine:
     self.ClearAccumulators(mirrors_only=not clear)
     walks = self._EmitAll(micro_batches, counter, do_eval=False)
     # Before the ties: it may add to the accumulators of tied weights, which then go to the owners'.
-    slices = self._Slices(walks, micro_batches[0].args)
+    sparse = self._sparse_gradients.Join(walks, micro_batches[0].args)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)
     if self.sums_statistics:
@@ -295,7 +296,7 @@ class PipelineEngine:
     # A step that fails must leave all state as it was: it is run again to find out why.
     with tf.control_dependencies([t for walk in walks for t in walk.LastResults()]):
       layer_sums = self._LayerSums(walks)
-    return Sums(self._Sums(walks), layer_sums, slices)
+    return Sums(self._Sums(walks), layer_sums, sparse)
 
   def Evaluate(
     self, micro_batches: _MicroBatches, counter: tf.Tensor | None = None
@@ -347,7 +348,7 @@ class PipelineEngine:
           do_eval=do_eval,
           copies=self.host_copies,
           tables=replica.tables,
-          is_dense=self._IsDense,
+          is_dense=self._sparse_gradients.IsDense,
         )
       else:
         walk = emission.Emission(
@@ -358,7 +359,7 @@ class PipelineEngine:
           do_eval=do_eval,
           with_loss=True,
           copies=self.host_copies,
-          is_dense=self._IsDense,
+          is_dense=self._sparse_gradients.IsDense,
         )
       schedule = self.TrainingSchedule(len(share))
       if do_eval:
@@ -387,22 +388,6 @@ class PipelineEngine:
       path: tf.nest.map_structure(lambda *values: tf.identity(tf.add_n(values)), *sums)
       for path, sums in by_path.items()
     }
-
-  def _Slices(self, walks: Sequence[emission.Emission], args: Any) -> dict[str, tf.IndexedSlices]:
-    """Returns the gradients of tables as slices, see `Sums`; adds all others to accumulators."""
-    gradients = [
-      table_gradients.Gradient(s, leaf, self._Owner(s, leaf), slices)
-      for walk in walks
-      for s, leaf, slices in walk.Slices()
-    ]
-    # Complete only now that every stage was traced: during the walks slices of these weights may
-    # have been kept, and are added below.
-    dense = {g.owner for g in gradients if self._IsDense(g.s, g.leaf)}
-    joined, summed = self._table_gradients.Join(gradients, dense, args)
-    for g in summed:
-      emission.AddSlices(g.s, g.leaf, itertools.chain(*g.slices))
-    shapes = {path: tf.constant(self.trained[path].shape.as_list(), tf.int64) for path in joined}
-    return {path: tf.IndexedSlices(x.values, x.indices, shapes[path]) for path, x in joined.items()}
 
   def TrainingSchedule(self, num_micro_batches: int) -> schedules.Schedule:
     """Returns the schedule of a training step of this many micro-batches.
@@ -522,30 +507,13 @@ class PipelineEngine:
     tables = {path for s in self.replicas[0].tables for path in (*s.trained, *s.mirrors)}
     connected = {
       path
-      for path, uses in self._uses.items()
+      for path, uses in self._sparse_gradients.uses.items()
       if any(leaf in self._TrainingMath(s).connected for s, leaf in uses)
     }
     return {self.ties.get(path, path) for path in tables} | connected
 
-  @functools.cached_property
-  def _uses(self) -> dict[str, list[tuple[stage_lib.Stage, int]]]:
-    """{path of a trained weight, of ties the owner's: each stage and trained leaf with it}."""
-    uses: dict[str, list[tuple[stage_lib.Stage, int]]] = {}
-    for s in (*self.stages, *self.replicas[0].slices):
-      for leaf in range(len(s.leaf_paths)):
-        uses.setdefault(self._Owner(s, leaf), []).append((s, leaf))
-    return uses
-
   def _TrainingMath(self, s: stage_lib.Stage) -> stage_math.StageMath:
     return self.functions.Math(s, do_eval=False, with_loss=True)
-
-  def _IsDense(self, s: stage_lib.Stage, leaf: int) -> bool:
-    """Whether a trained leaf of a stage got more than slices in a trace, or another use of it."""
-    return any(i in self._TrainingMath(u).dense for u, i in self._uses[self._Owner(s, leaf)])
-
-  def _Owner(self, s: stage_lib.Stage, leaf: int) -> str:
-    """Returns the path of a trained leaf of a stage, of a tied weight the owner's."""
-    return self.ties.get(s.leaf_paths[leaf], s.leaf_paths[leaf])
 
   # ---- weights and accumulators ------------------------------------------------------------------
 

@@ -26,11 +26,11 @@ from lingvo_gpipe.core import (
 from lingvo_gpipe.distributed import accelerators
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import decoder as decoder_lib
-from lingvo_gpipe.pipeline import engine, tape_function, weight_ties
+from lingvo_gpipe.pipeline import engine, failed_step, tape_function, weight_ties
 from lingvo_gpipe.pipeline.cutting import cut as cut_lib
 from lingvo_gpipe.pipeline.cutting import layer_costs
 from lingvo_gpipe.pipeline.schedule import offload, rematerialisation, schedules
-from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_math
+from lingvo_gpipe.pipeline.stages import micro_batch, stage_math
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 
 
@@ -345,7 +345,7 @@ class PipeliningLayer(base_layer.BaseLayer):
   def Predict(self, *args: Any) -> Any:
     """Runs FProp in evaluation mode straight from the variables, without copies or gradients."""
     args = self._CheckArgs(args)
-    with failures.LocateFailure(self.engine, lambda: self._Predict(args)):
+    with failed_step.Locate(self.engine, lambda: self._Predict(args)):
       return self._predict(args)
 
   def _CheckArgs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,8 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, fprop_context, nested_map
-from lingvo_gpipe.pipeline import engine
-from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch
+from lingvo_gpipe.pipeline import engine, failed_step
+from lingvo_gpipe.pipeline.stages import leaves, micro_batch
 
 
 class TapeFunction:
@@ -66,7 +66,7 @@ class TapeFunction:
     @tf.custom_gradient
     def Pipeline(*floats: tf.Tensor) -> Any:
       forward_args = *_Unwatched(Nests(floats)), counter
-      with failures.LocateFailure(this._pipeline, lambda: this._Forward(*forward_args)):
+      with failed_step.Locate(this._pipeline, lambda: this._Forward(*forward_args)):
         outputs, saved, sums = this._forward(*forward_args)
       whole.append(outputs)
       reported.extend(sums)
@@ -87,7 +87,7 @@ class TapeFunction:
       def Grad(*dys: tf.Tensor) -> list[tf.Tensor]:
         stage_inputs = leaves.WithFloats(saved, Saved(*floats))
         backward_args = Nests(floats)[0], stage_inputs, leaves.WithFloats(outputs, dys), counter
-        with failures.LocateFailure(this._pipeline, lambda: this._Backward(*backward_args)):
+        with failed_step.Locate(this._pipeline, lambda: this._Backward(*backward_args)):
           return this._backward(*backward_args)
 
       return tuple(leaves.Floats(outputs)), Grad

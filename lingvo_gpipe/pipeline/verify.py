@@ -28,7 +28,7 @@ import tensorflow as tf
 from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import engine as engine_lib
-from lingvo_gpipe.pipeline import pipelining_layer, replicas
+from lingvo_gpipe.pipeline import failed_step, pipelining_layer, replicas
 from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_math
 
 # By dtype: the largest error of a gradient and of a loss.
@@ -239,7 +239,7 @@ def _Pipelined(
     return sums, tf.add_n([b.loss_weight for b in micro_batches])
 
   args = list(micro_batches), tf.constant(step, tf.int64)
-  with failures.LocateFailure(engine, lambda: Step.python_function(*args)):
+  with failed_step.Locate(engine, lambda: Step.python_function(*args)):
     sums, announced = Step(*args)
   total = float(announced)
   grads: dict[str, np.ndarray] = {}

@@ -199,6 +199,10 @@ class VocabularyEmission(emission.Emission):
   def _CallLoss(self, m: int, function: Any, *args: Any) -> Any:
     """Returns function(StageCall of the head, *args), on its device, beside the walk's calls."""
     s = self._head
-    with failures.NoteAction(s, 'loss', m), tf.name_scope(f'loss_{m}'), tf.device(s.device):
-      with stage_math.Running(s.index, s.layers):
-        return function(self._StageCall(s, m), *args)
+    with (
+      failures.NoteAction(str(s), s.layers, 'loss', m),
+      tf.name_scope(f'loss_{m}'),
+      tf.device(s.device),
+      stage_math.Running(s.index, s.layers),
+    ):
+      return function(self._StageCall(s, m), *args)

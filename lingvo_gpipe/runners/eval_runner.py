@@ -14,8 +14,8 @@ from lingvo_gpipe.core import heartbeat, nested_map, shapes
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
 from lingvo_gpipe.learning import multi_learner, shared_weights
-from lingvo_gpipe.pipeline import engine
-from lingvo_gpipe.pipeline.stages import failures, micro_batch
+from lingvo_gpipe.pipeline import engine, failed_step
+from lingvo_gpipe.pipeline.stages import micro_batch
 from lingvo_gpipe.reporting import weighted_means
 from lingvo_gpipe.runners import batch_placement, task_cut
 
@@ -151,7 +151,7 @@ class EvalRunner:
         self._CheckBatch(batch)
         heartbeat.Begin(heartbeat.EVALUATE)
         self._Trace(self._eval_step, batch)
-        with failures.LocateFailure(self.engine, functools.partial(self._EvalStep, batch)):
+        with failed_step.Locate(self.engine, functools.partial(self._EvalStep, batch)):
           sums = self._eval_step(batch)
         total.Update(
           {

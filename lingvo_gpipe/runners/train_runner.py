@@ -34,8 +34,8 @@ from lingvo_gpipe.core import fprop_context, heartbeat, nested_map, shapes
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
 from lingvo_gpipe.learning import ema, shared_weights
-from lingvo_gpipe.pipeline import check_numerics, layer_statistics
-from lingvo_gpipe.pipeline.stages import failures, micro_batch
+from lingvo_gpipe.pipeline import check_numerics, failed_step, layer_statistics
+from lingvo_gpipe.pipeline.stages import micro_batch
 from lingvo_gpipe.runners import eval_runner, replica_update
 
 # Values of a training step that are not metrics of its task. Several learners add `/NAME`.
@@ -184,7 +184,7 @@ class TrainRunner(eval_runner.EvalRunner):
     self._CheckBatch(batch)
     if self.learner.num_accumulated_mini_batches == 1:
       self._TraceTraining(self._train_step, batch)
-      with failures.LocateFailure(self.engine, functools.partial(self._Accumulate, batch)):
+      with failed_step.Locate(self.engine, functools.partial(self._Accumulate, batch)):
         values, loss_weight = self._train_step(batch)
     elif self._AccumulateNext(batch):
       sums, loss_weight = self._accumulated
@@ -264,7 +264,7 @@ class TrainRunner(eval_runner.EvalRunner):
       self._clear()
     position = tf.constant(first, tf.int64)
     self._TraceTraining(self._accumulate, batch, position)
-    with failures.LocateFailure(self.engine, functools.partial(self._Accumulate, batch, position)):
+    with failed_step.Locate(self.engine, functools.partial(self._Accumulate, batch, position)):
       *new, layer_sums = self._accumulate(batch, position)
     self._accumulated = tf.nest.map_structure(tf.add, self._accumulated, new) if index else new
     # The state follows every mini-batch, but is assigned together with the weights or not at all.

@@ -258,7 +258,7 @@ def testOnlyStacksOfKerasKeepSlicesAndTheLastStepDecides():
     (of_keras, OPTIMIZERS.SGD(0.1), False, False),
   ]:
     keras_step.KerasStep(stack, optimizer, sum_embedding_gradients=is_sum)
-    assert stack.engine.functions.keeps_slices == keeps
+    assert stack.engine.functions.keeps_sparse == keeps
 
 
 def _Table(use='once', **options):

@@ -44,7 +44,7 @@ class Weights:
       replicas shard the slots, the mean over the replicas.
     owner_slots: with sharded slots, the number of additional slots of a weight in the replica that
       owns it.
-    num_kept_slices: number of micro-batches whose gradients of looked-up rows wait for the update,
+    num_kept_sparse: number of micro-batches whose gradients of looked-up rows wait for the update,
       where they are joined.
   """
 
@@ -52,7 +52,7 @@ class Weights:
   ties: Mapping[str, str] = dataclasses.field(default_factory=dict)
   slots_per_weight: float = 2
   owner_slots: float = 0
-  num_kept_slices: int = 0
+  num_kept_sparse: int = 0
 
   def Trained(self, layer: base_layer.BaseLayer) -> list[str]:
     """Returns the paths of the layer's weights that get a gradient."""
@@ -189,15 +189,15 @@ class LayerCosts:
           options=options,
         )
       )
-    if weights.num_kept_slices:
+    if weights.num_kept_sparse:
       return [
-        dataclasses.replace(x, state=x.state + slices)
-        for x, slices in zip(layer_bytes, self._SliceBytes(weights), strict=True)
+        dataclasses.replace(x, state=x.state + num_bytes)
+        for x, num_bytes in zip(layer_bytes, self._SparseBytes(weights), strict=True)
       ]
     return layer_bytes
 
-  def _SliceBytes(self, weights: Weights) -> list[int]:
-    """Returns for each layer the bytes of the gradients that wait for the update as slices."""
+  def _SparseBytes(self, weights: Weights) -> list[int]:
+    """Returns for each layer the bytes of the sparse gradients that wait for the update."""
     table_bytes = {
       f'{call.layer.path}.{name}': num_bytes
       for call in self.calls
@@ -208,7 +208,7 @@ class LayerCosts:
       {path: table_bytes.get(path, 0) for path in weights.Trained(x.layer)} for x in self.calls
     ]
     dense = {weights.ties.get(path, path) for x in rows for path, n in x.items() if not n}
-    num_copies = weights.num_kept_slices * (2 if weights.num_kept_slices > 1 else 1)
+    num_copies = weights.num_kept_sparse * (2 if weights.num_kept_sparse > 1 else 1)
     return [
       num_copies * sum(n for path, n in x.items() if weights.ties.get(path, path) not in dense)
       for x in rows
@@ -253,7 +253,7 @@ class LayerCosts:
     return self._traces[call.key]
 
 
-def SliceRows(call: LayerCall) -> dict[str, tuple[int | None, bool]]:
+def SparseRows(call: LayerCall) -> dict[str, tuple[int | None, bool]]:
   """Returns {name of a weight with a gradient: its number of rows, and whether they are constant}.
 
   See `vjp.SplitVjp.Rows`.

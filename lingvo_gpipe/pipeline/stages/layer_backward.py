@@ -216,8 +216,8 @@ class LayerBackward:
             layer_call, sinks, layer_residuals, layer_dy
           )
           done = [segment_gradients.token, *dx]
-          for leaf, slices in segment_gradients.slices.items():
-            accumulated.slices.setdefault(leaf, []).extend(slices)
+          for leaf, sparse in segment_gradients.sparse.items():
+            accumulated.sparse.setdefault(leaf, []).extend(sparse)
       grads = iter(dx)
       if segment.math.needs_dx:
         dargs = _Take(grads, x.args)

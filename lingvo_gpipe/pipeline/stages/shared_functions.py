@@ -27,8 +27,7 @@ class SharedFunctions:
 
   Attributes:
     xla: whether XLA compiles the functions.
-    keeps_slices: whether gradients that are slices are results of backward, see
-      `stage_math.StageMath`.
+    keeps_sparse: whether sparse gradients are results of backward, see `stage_math.StageMath`.
     num_batch_shapes: number of expected shapes of batches; more shapes log a warning about the
       compilations.
   """
@@ -39,13 +38,13 @@ class SharedFunctions:
     loss_fn: stage_math.LossFn | None,
     xla: bool,
     shares_vocabulary: bool = False,
-    keeps_slices: bool = False,
+    keeps_sparse: bool = False,
   ) -> None:
     self._num_stages = num_stages
     self._loss_fn = loss_fn
     self._shares_vocabulary = shares_vocabulary
     self.xla = xla
-    self.keeps_slices = keeps_slices
+    self.keeps_sparse = keeps_sparse
     self.num_batch_shapes = 1
     self._math: dict[Any, stage_math.StageMath] = {}
     self._math_of_stage: dict[Any, stage_math.StageMath] = {}
@@ -53,10 +52,10 @@ class SharedFunctions:
     self._shared_loss: dict[bool, vocabulary_slices.SharedLoss] = {}
     self._shared_table: vocabulary_tables.SharedTable | None = None
 
-  def With(self, *, xla: bool, keeps_slices: bool) -> SharedFunctions:
+  def With(self, *, xla: bool, keeps_sparse: bool) -> SharedFunctions:
     """Returns the same functions with other settings, not yet traced."""
     functions = SharedFunctions(
-      self._num_stages, self._loss_fn, xla, self._shares_vocabulary, keeps_slices
+      self._num_stages, self._loss_fn, xla, self._shares_vocabulary, keeps_sparse
     )
     functions.num_batch_shapes = self.num_batch_shapes
     return functions
@@ -160,6 +159,6 @@ class SharedFunctions:
         num_weights=num_weights,
         replica_sum=replica_sum,
         # The softmax of a shared vocabulary looks nothing up.
-        keeps_slices=self.keeps_slices and cls is stage_math.StageMath,
+        keeps_sparse=self.keeps_sparse and cls is stage_math.StageMath,
       )
     return self._math[key]

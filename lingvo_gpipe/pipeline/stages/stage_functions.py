@@ -6,7 +6,7 @@ control edges that hold the schedule would vanish, and the recomputation would b
 first forward.
 
     F   x ──> y, sums            keeps only x, which the engine holds
-    B   x, dy ──> dx, slices     runs F again under a tape, adds weight gradients to accumulators
+    B   x, dy ──> dx, sparse     runs F again under a tape, adds weight gradients to accumulators
     V   x ──> dx, sums, slices   F and B of the last stage in one: nothing to recompute
 
 If the schedule splits the backward, I and W of `split_backward` recompute the stage.

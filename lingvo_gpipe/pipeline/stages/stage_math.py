@@ -137,11 +137,11 @@ class Accumulated(NamedTuple):
   """The results of adding gradients to accumulators.
 
   Attributes:
-    slices: {index of a trained leaf: gradients that were not added because they are slices}.
+    sparse: {index of a trained leaf: its sparse gradients, which were not added}.
     token: a scalar that waits for the gradients.
   """
 
-  slices: dict[int, list[tf.IndexedSlices]]
+  sparse: dict[int, list[tf.IndexedSlices]]
   token: tf.Tensor
 
 
@@ -189,9 +189,9 @@ class StageMath:
     num_weights: for each layer the number of leaves of its variables.
     num_traces: number of times that a function of this structure was traced.
     connected: indices of the trained leaves that got a gradient in a trace.
-    keeps_slices: whether gradients that are slices, of the rows that a batch looks up, are results
-      of backward; if not, they are added to the accumulators.
-    dense: indices of trained leaves that got a gradient other than slices.
+    keeps_sparse: whether sparse gradients, of the rows that a batch looks up, are results of
+      backward; if not, they are added to the accumulators.
+    dense: indices of trained leaves that got a dense gradient.
   """
 
   def __init__(
@@ -206,7 +206,7 @@ class StageMath:
     seen_shapes: retraces.Retraces,
     num_weights: Sequence[int],
     replica_sum: ReplicaSum | None = None,
-    keeps_slices: bool = False,
+    keeps_sparse: bool = False,
   ) -> None:
     """Traces nothing.
 
@@ -220,14 +220,14 @@ class StageMath:
       seen_shapes: records the shapes that functions are traced for.
       num_weights: for each layer the number of leaves of its variables.
       replica_sum: adds statistics over the replicas; None if no layer asks for that.
-      keeps_slices: see the class.
+      keeps_sparse: see the class.
     """
     self._layers = list(layers)
     self.exports = list(exports)
     self.trained = list(trained)
     self.needs_dx = needs_dx
     self.num_weights = list(num_weights)
-    self.keeps_slices = keeps_slices
+    self.keeps_sparse = keeps_sparse
     self.num_traces = 0
     self.connected: set[int] = set()
     self.dense: set[int] = set()
@@ -319,13 +319,13 @@ class StageMath:
   def Accumulate(self, accumulators: Sequence[tf.Variable], grads: Sequence[Any]) -> Accumulated:
     """Adds gradients of the trained leaves, None among them, to their accumulators."""
     connected = {self._first_trained + i: g for i, g in enumerate(grads) if g is not None}
-    slices = {i: g for i, g in connected.items() if isinstance(g, tf.IndexedSlices)}
+    sparse = {i: g for i, g in connected.items() if isinstance(g, tf.IndexedSlices)}
     self.connected.update(connected)  # Segments of the stage share the sets.
-    self.dense.update(connected.keys() - slices.keys())
+    self.dense.update(connected.keys() - sparse.keys())
     added, waiting = grads, {}
-    if self.keeps_slices:
+    if self.keeps_sparse:
       added = [None if isinstance(g, tf.IndexedSlices) else g for g in grads]
-      for i, g in slices.items():  # TensorFlow keeps int32 on the host.
+      for i, g in sparse.items():  # TensorFlow keeps int32 on the host.
         waiting[i] = [tf.IndexedSlices(g.values, tf.cast(g.indices, tf.int64))]
     Accumulate(accumulators, added)
     with tf.control_dependencies([getattr(g, 'values', g) for g in connected.values()]):
@@ -561,7 +561,7 @@ def WithOwnLosses(
 
 
 def Accumulate(accumulators: Sequence[tf.Variable], grads: Sequence[Any]) -> None:
-  """Adds gradients, None or slices among them, to accumulators in place."""
+  """Adds gradients, None or sparse ones among them, to accumulators in place."""
   if accumulators and all(grad is None for grad in grads):
     # TensorFlow would replace a call that changes nothing by a NoOp, but still ask XLA to run it.
     accumulators[0].read_value()

@@ -54,7 +54,7 @@ class SplitVjp:
     kept_input_gradient: (handles, inputs, residuals of forward, dy) -> dx + residuals.
     kept_weight_gradient: (handles, inputs, residuals of forward, dy, residuals) -> dw.
     has_weight_gradient: for each weight whether it has a gradient; dw leaves out the others.
-    is_sparse: for each existing gradient whether it consists of slices: values and indices.
+    is_sparse: for each existing gradient whether it is sparse: values and indices.
     num_y: number of tensors in y.
     num_dx: number of tensors in dx.
   """
@@ -130,7 +130,7 @@ class SplitVjp:
     return self._WeightGradient(self._kept)
 
   def WeightGradients(self, components: Sequence[tf.Tensor]) -> list[Any]:
-    """Returns the existing gradients, tensors or slices, from the tensors in dw."""
+    """Returns the existing gradients, dense or sparse, from the tensors in dw."""
     parts = iter(components)
     return [
       tf.IndexedSlices(next(parts), next(parts)) if s else next(parts) for s in self.is_sparse
@@ -139,7 +139,7 @@ class SplitVjp:
   def Rows(self) -> list[tuple[int | None, bool]]:
     """Returns for each existing gradient its number of rows, and whether their ids are constant.
 
-    The number is None if it is unknown, or the gradient has no slices. Constant ids depend on no
+    The number is None if it is unknown, or the gradient is dense. Constant ids depend on no
     argument and no state.
     """
     rows: list[tuple[int | None, bool]] = []
@@ -191,7 +191,7 @@ class SplitVjp:
 
 
 def _Components(gradients: Sequence[Any]) -> list[tf.Tensor]:
-  """Returns the tensors of gradients, None and slices among them."""
+  """Returns the tensors of gradients, None and sparse ones among them."""
   components = []
   for g in gradients:
     if isinstance(g, tf.IndexedSlices):

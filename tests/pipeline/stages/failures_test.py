@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """An error in a stage ends the step, and names the stage, the layer and the micro-batch."""
 
-import contextlib
 import re
 import resource
 import sys
 import time
-import weakref
-from unittest import mock
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import fprop_context, heartbeat, nested_map
+from lingvo_gpipe.core import fprop_context, nested_map
 from lingvo_gpipe.layers import batch_norm, linear
 from lingvo_gpipe.learning import optimizer
-from lingvo_gpipe.pipeline.stages import failures
 from lingvo_gpipe.runners import train_runner
 from tests import naming, processes
 from tests.toys import decoding_layers, layers, stacks, tasks
@@ -334,69 +330,6 @@ def testAnUpdateThatFails(monkeypatch):
   with pytest.raises(tf.errors.InvalidArgumentError, match='no update') as e:
     run.TrainStep(_Batch(_Good()))
   assert naming.AnyLineNames(_Notes(e), 'no stage', 'update')
-
-
-def testRunningAgainSuspendsTheTimeout(monkeypatch):
-  sent = []
-  monkeypatch.setattr(heartbeat, '_Send', sent.append)
-  error = tf.errors.InternalError(None, None, 'failed')
-  with pytest.raises(tf.errors.InternalError):
-    with failures.LocateFailure(_Compiled(), lambda: sent.append('again')):
-      raise error
-  assert sent == [heartbeat.LONG, 'again']
-
-
-class _Compiled:
-  """The part of an engine that `LocateFailure` needs."""
-
-  xla, sums_statistics = True, False
-  WithoutXla = contextlib.nullcontext
-
-
-class _Held:
-  """Stands for the memory that a step takes."""
-
-
-@pytest.mark.parametrize(
-  'kind, num_runs',
-  [
-    (tf.errors.ResourceExhaustedError, 2),
-    (tf.errors.CancelledError, 1),
-    (tf.errors.UnavailableError, 1),
-    (ValueError, 1),
-  ],
-)
-def testRunningWithoutXlaHasTheMemoryOfTheFailedRun(monkeypatch, kind, num_runs):
-  sent, runs = [], []
-  monkeypatch.setattr(heartbeat, '_Send', sent.append)
-
-  def RunAgain():
-    held = _Held()
-    assert all(before() is None for before in runs)
-    runs.append(weakref.ref(held))
-    raise kind('mine') if kind is ValueError else kind(None, None, 'mine')
-
-  with pytest.raises(kind, match='mine'), failures.LocateFailure(_Compiled(), RunAgain):
-    raise tf.errors.InternalError(None, None, 'first')
-  assert len(runs) == num_runs
-  assert sent == [heartbeat.LONG] * num_runs
-
-
-def testAStepThatFailsOnlyUnderXla():
-  compiled = _Compiled()
-
-  def RunAgain():
-    if compiled.xla:
-      raise tf.errors.ResourceExhaustedError(None, None, 'OOM')
-
-  compiled.WithoutXla = lambda: mock.patch.object(compiled, 'xla', False)
-  with (
-    pytest.raises(tf.errors.ResourceExhaustedError) as e,
-    failures.LocateFailure(compiled, RunAgain),
-  ):
-    raise tf.errors.InternalError(None, None, 'first')
-  (note,) = e.value.__notes__
-  assert naming.Names(note, 'without XLA', 'unknown')
 
 
 # ---- while the step is planned and built ---------------------------------------------------------
