@@ -274,9 +274,14 @@ def testEachTrainedTaskNeedsAnInput():
     _Runner(input=multi_task.AsParams({'a': multi_task.Input('a')}))
 
 
-def testABatchLargerThanTheMemoryIsRefused(monkeypatch):
-  monkeypatch.setattr(multi_task_runner.os, 'sysconf', lambda name: 1)
-  with pytest.raises(ValueError, match=naming.Naming('SyntheticRegressionInput', 'memory')):
+# A batch of task a takes 112 bytes, its weights 200.
+@pytest.mark.parametrize(
+  ('memory_bytes', 'names'), [(111, ['SyntheticRegressionInput']), (112, ['a.stack.layers'])]
+)
+def testABatchOrWeightsLargerThanTheMemoryAreRefused(monkeypatch, memory_bytes, names):
+  sizes = {'SC_PHYS_PAGES': 1, 'SC_PAGE_SIZE': memory_bytes}
+  monkeypatch.setattr(multi_task_runner.os, 'sysconf', sizes.__getitem__)
+  with pytest.raises(ValueError, match=naming.Naming(*names, 'memory')):
     _Runner(a=multi_task.Task(2))
 
 
