@@ -150,7 +150,8 @@ class EvalRunner:
       for batch in data:
         self._CheckBatch(batch)
         heartbeat.Begin(heartbeat.EVALUATE)
-        self._Trace(self._eval_step, batch)
+        if self._IsFirst(self._eval_step, batch):
+          self._eval_step.get_concrete_function(batch)
         with failed_step.Locate(self.engine, functools.partial(self._EvalStep, batch)):
           sums = self._eval_step(batch)
         total.Update(
@@ -164,7 +165,7 @@ class EvalRunner:
 
   def MetricNames(self, batch_spec: nested_map.NestedMap) -> list[str]:
     """Returns the names of the metrics for batches of this spec; traces, but computes nothing."""
-    self._Trace(self._eval_step, batch_spec)
+    self._IsFirst(self._eval_step, batch_spec)
     return list(self._eval_step.get_concrete_function(batch_spec).structured_outputs)
 
   def Decode(
@@ -262,8 +263,8 @@ class EvalRunner:
     shapes.CheckNest(self.task.path, 'batch', batch, self.batch_spec)
     self.task.CheckBatch(batch)
 
-  def _Trace(self, step: Any, batch: batches.AnyBatch, *args: tf.Tensor) -> bool:
-    """Traces a step if the batch is the first of its shape; returns whether it did.
+  def _IsFirst(self, step: Any, batch: batches.AnyBatch) -> bool:
+    """Whether a batch is the first of its shape for a step, which the caller then traces.
 
     TensorFlow would trace it anyway, but warns if several new shapes follow each other.
     """
@@ -271,7 +272,6 @@ class EvalRunner:
     if key in self._traced:
       return False
     heartbeat.SuspendTimeout()
-    step.get_concrete_function(batch, *args)
     self._traced.add(key)
     return True
 
