@@ -38,6 +38,7 @@ _MOST_MODULES = 21
 _NO_TENSORFLOW_FOLDERS = ('pipeline.schedule', 'pipeline.cost')
 _NO_TENSORFLOW_MODULES = (
   'lingvo_gpipe',
+  'lingvo_gpipe.cli.command_line',
   'lingvo_gpipe.cli.completion',
   'lingvo_gpipe.cli.interrupts',
   'lingvo_gpipe.cli.steady_output',
@@ -49,6 +50,7 @@ _NO_TENSORFLOW_MODULES = (
   'lingvo_gpipe.core.params_diff',
   'lingvo_gpipe.core.params_text',
   'lingvo_gpipe.core.params_tree',
+  'lingvo_gpipe.core.text_file',
   'lingvo_gpipe.core.text_table',
   'lingvo_gpipe.distributed.cluster_spec',
   'lingvo_gpipe.distributed.local_workers',

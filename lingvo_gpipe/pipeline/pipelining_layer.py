@@ -23,7 +23,7 @@ from lingvo_gpipe.core import (
   shapes,
   weight_params,
 )
-from lingvo_gpipe.distributed import accelerators
+from lingvo_gpipe.distributed import accelerators, host_memory
 from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import decoder as decoder_lib
 from lingvo_gpipe.pipeline import engine, failed_step, tape_function, weight_ties
@@ -298,10 +298,12 @@ class PipeliningLayer(base_layer.BaseLayer):
       The cut.
 
     Raises:
-      ValueError: the Params do not allow a cut of these layers, there are too few devices, or
-        variables exist already on other devices.
+      ValueError: the Params do not allow a cut of these layers, there are too few devices, the
+        weights exceed the memory of this machine of CPUs, or variables exist already on other
+        devices.
     """
     p = self.params
+    host_memory.CheckWeights(self.WeightSpecs(), devices)
     if cut is None:
       cut = self.MakeCut(
         *input_specs,

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_gpipe.core import heartbeat, nested_map, shapes
+from lingvo_gpipe.distributed import host_memory
 from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
 from lingvo_gpipe.learning import multi_learner, shared_weights
@@ -68,6 +69,7 @@ class EvalRunner:
     if shared is not None:
       task.SetVariableMaker(shared.Variable)
     if task.pipeline is None:
+      host_memory.CheckWeights(task.WeightSpecs(), devices)
       self.cut = task_cut.CutTask(task, batch_spec)
       self.engine = engine.PipelineEngine(
         [task],

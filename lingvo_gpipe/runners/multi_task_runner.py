@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from lingvo_gpipe.checkpoint import checkpointer
-from lingvo_gpipe.core import text_table
+from lingvo_gpipe.distributed import host_memory
 from lingvo_gpipe.experiment import model as model_lib
 from lingvo_gpipe.experiment import multi_task_model
-from lingvo_gpipe.experiment import task as task_lib
 from lingvo_gpipe.input import batches
 from lingvo_gpipe.learning import multi_learner, shared_weights
 from lingvo_gpipe.runners import eval_runner, task_cut, train_runner
@@ -219,38 +217,11 @@ def _MakeRunner(
 ) -> _Runner:
   """Returns a runner of one task, made with `options`, that expects the batches of its input."""
   source = model.inputs[name]
-  task = model.tasks[name]
-  _CheckMemory(task, source, devices)
-  runner = kind(task, devices, source.BatchSpec(), **options)
+  label = f'{type(source).__name__} {source.params.name!r}'
+  host_memory.CheckBatch(label, source.BatchSpec(), devices)
+  runner = kind(model.tasks[name], devices, source.BatchSpec(), **options)
   runner.ExpectBatches(source.BatchSpecs())
   return runner
-
-
-def _CheckMemory(task: task_lib.BaseTask, source: Any, devices: Sequence[str]) -> None:
-  """Checks that a batch, and weights on CPUs, fit into this machine; workers have other memory.
-
-  Raises:
-    ValueError: they do not fit.
-  """
-  specs = [tf.DeviceSpec.from_string(d) for d in devices]
-  if any(spec.job not in (None, 'localhost') for spec in specs):
-    return
-  memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-
-  def _Check(what: str, size: int, advice: str) -> None:
-    if size > memory:
-      raise ValueError(
-        f'{what} take {text_table.FormatBytes(size)}, more than the memory of '
-        f'{text_table.FormatBytes(memory)}: {advice}'
-      )
-
-  size = sum((x.shape.num_elements() or 0) * x.dtype.size for x in source.BatchSpec().Flatten())
-  batches = f'batches of {type(source).__name__} {source.params.name!r}'
-  _Check(batches, size, 'take smaller batches, or shorter examples')
-  if all(spec.device_type == 'CPU' for spec in specs):
-    sizes = {path: w.num_elements * w.dtype.size for path, (w, _) in task.WeightSpecs().items()}
-    largest = max(sizes, key=sizes.__getitem__, default='')
-    _Check(f'weights such as {largest}', sum(sizes.values()), 'take a smaller model, or workers')
 
 
 def _SharedWeights(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of several tasks: a shared weight is one variable with one slot in any cut."""
 
+import os
 import sys
 
 import keras
@@ -280,7 +281,7 @@ def testEachTrainedTaskNeedsAnInput():
 )
 def testABatchOrWeightsLargerThanTheMemoryAreRefused(monkeypatch, memory_bytes, names):
   sizes = {'SC_PHYS_PAGES': 1, 'SC_PAGE_SIZE': memory_bytes}
-  monkeypatch.setattr(multi_task_runner.os, 'sysconf', sizes.__getitem__)
+  monkeypatch.setattr(os, 'sysconf', sizes.__getitem__)
   with pytest.raises(ValueError, match=naming.Naming(*names, 'memory')):
     _Runner(a=multi_task.Task(2))
 

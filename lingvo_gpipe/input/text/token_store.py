@@ -139,7 +139,8 @@ class TokenStore:
         info = json.load(f)
       if info['version'] != _VERSION:
         raise DamagedStoreError(
-          f'{directory!r} holds a token store of version {info["version"]}, expected {_VERSION}'
+          f'{directory!r} holds a token store of version {info["version"]!r:.80}, expected '
+          f'{_VERSION}'
         )
       tokens = _Map(os.path.join(directory, _TOKENS), np.dtype('<i4'), info['num_tokens'])
       offsets = _Map(os.path.join(directory, _OFFSETS), np.dtype('<i8'), info['num_sequences'] + 1)
