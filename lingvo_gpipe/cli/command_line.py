@@ -51,7 +51,8 @@ def Parse(
   try:
     arguments: list[str] = FLAGS([sys.argv[0], *_WithFlagFiles(sys.argv[1:])])[1:]
   except flags.Error as e:
-    print(f'{e} (--help lists the flags)', file=sys.stderr)
+    text = ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in str(e))
+    print(f'{text} (--help lists the flags)', file=sys.stderr)
     sys.exit(2)
   except (OSError, ValueError) as e:  # A file of flags cannot be read.
     print(e, file=sys.stderr)

@@ -134,6 +134,9 @@ _MISTAKES = {
     'trainer', [_MODEL, '--logdir={}', '--max_stps=3'],
     ("'max_stps'", 'max_steps', '--help'),
   ),
+  'mode with a line separator': (
+    'trainer', [_MODEL, '--mode=inspect\u2028params'], ('--mode', 'inspect\\u2028params', 'train'),
+  ),
   'negative number of steps': (
     'trainer', [_MODEL, '--logdir={}', '--max_steps=-3'], ('max_steps', -3),
   ),
