@@ -148,7 +148,7 @@ def testTheKerasModelTrainsOnOtherHosts(forks, hosts, tmp_path):
   assert '/job:worker/replica:0/task:1' in output
 
 
-def testTheKerasModelTrainsInALoopOfItsOwn(forks, tmp_path):
+def testTheKerasModelTrainsInACustomLoop(forks, tmp_path):
   program = _Blocks(KERAS, 'python')[2]
   output = _RunProgram(program, forks, tmp_path)
   losses = [float(x) for x in re.findall(r'step \d+ loss (\S+)', output)]

@@ -61,7 +61,7 @@ def testFlagsAndTheirValues(complete, line, words):
   assert complete(line) == words
 
 
-def testWithoutABreakAtTheSignOfEqualityAValueBringsItsFlag(complete):
+def testAValueIsCompletedWithItsFlagIfTheShellDoesNotSplitAtTheEqualsSign(complete):
   """As in zsh."""
   assert complete('trainer --job=train_', breaks=' ') == ['--job=train_and_eval']
 

@@ -274,7 +274,7 @@ def testTwoTracesServeAllSteps():
   assert search._advance.experimental_get_tracing_count() == 2
 
 
-def testMoreSlotsThanIds():
+def testABeamMayBeWiderThanTheVocabulary():
   search = _Search(num_hyps_per_beam=7, length_normalization=0.6, target_seq_len=5)
   tables = _Tables(4, vocab=3)
   hyps, _ = _Run(search, tables, [1] * 4)

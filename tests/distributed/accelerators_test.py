@@ -46,7 +46,7 @@ def testXlaIsOnOnOlderGpus(monkeypatch):
   assert accelerators.UsesXla(None, [_GPU]) and accelerators.UsesXla(True, [_GPU])
 
 
-def testXlaIsOffOnWorkersThatSaySo(monkeypatch):
+def testXlaIsOffOnWorkersThatReportAProblem(monkeypatch):
   monkeypatch.setitem(accelerators.worker_problems, 1, 'NVIDIA Z is too new')
   assert not accelerators.UsesXla(None, [_WORKER])
   assert accelerators.UsesXla(None, [_WORKER.replace('task:1', 'task:0')])
@@ -55,7 +55,7 @@ def testXlaIsOffOnWorkersThatSaySo(monkeypatch):
 
 
 @pytest.mark.parametrize('xla', [None, True, False])
-def testPipelinesFollow(new_gpu, monkeypatch, xla):
+def testPipelinesAreCompiledOnlyWhereXlaWorks(new_gpu, monkeypatch, xla):
   # The stages run on CPUs, whose names stand for GPUs.
   monkeypatch.setattr(accelerators, 'XlaProblem', lambda gpus: 'NVIDIA Y')
   uses_xla = accelerators.UsesXla

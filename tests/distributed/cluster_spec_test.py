@@ -14,7 +14,7 @@ def _Read(text):
   return cluster_spec.FromText(text, 'hosts.json')
 
 
-def testReadsAFile():
+def testReadsTheAddressesInAFile():
   spec = _Read('{"worker": ["a-1.b_c:2222", "[::1]:1"], "chief": ["127.0.0.1:65535"]}')
   assert spec.workers == ('a-1.b_c:2222', '[::1]:1')
   assert spec.chief == '127.0.0.1:65535'

@@ -48,7 +48,7 @@ def testKnowsTheLoopbackInterface(address, is_local):
   assert local_port.IsLocal(address) == is_local
 
 
-def testNamesANameThatDoesNotResolve(monkeypatch):
+def testTheErrorNamesAHostThatDoesNotResolve(monkeypatch):
   def Fail(*_, **__):
     raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')
 

@@ -34,7 +34,7 @@ def testErrorsOfThePackageExplainThemselves(capfd, monkeypatch, error):
   assert 'native' not in _Print(capfd, error)
 
 
-def testAllOfItIsShownAfterAnotherErrorOrOnRequest(capfd, monkeypatch):
+def testTheWholeOutputIsShownAfterAnotherErrorOrOnRequest(capfd, monkeypatch):
   monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', '2')
   assert 'native' in _Print(capfd, RuntimeError())
   monkeypatch.setenv('TF_CPP_MIN_LOG_LEVEL', '0')

@@ -170,7 +170,7 @@ def testAWrongNumberOfEntriesIsAnError(tmp_path, decode, names):
     _Decoding(tmp_path, decode).Run(7)
 
 
-def testATaskThatDoesNotDecode(tmp_path):
+def testATaskWithoutDecodeIsRefused(tmp_path):
   instance = task.BaseTask.Params().Set(name='t').Instantiate()
   with pytest.raises(ValueError, match=naming.Naming('BaseTask', 'Decode')):
     decode_pass.Decoding(

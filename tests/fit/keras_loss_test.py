@@ -126,7 +126,7 @@ class _Marked(keras.losses.Loss):
     return values
 
 
-def testLossesThatAttachMasks():
+def testLossesMayAttachMasks():
   def Compiled():
     return {'loss': _Marked(lambda y, y_pred: y[:, :, 0] > 0)}
 
@@ -263,7 +263,7 @@ def testASharedLayerIsRegularisedOnceInStagesOfOneStructure():
   keras_fits.CheckFit(_TwoSharedAndRegularised, X, Y, compiled, ((4, 2),), batch_size=6)
 
 
-def testAFunctionOfTensorFlowAsLoss():
+def testALossMayBeAFunctionOfTensorFlow():
   """Keras casts integer labels, which TensorFlow's operators do not."""
 
   def Squares(y, y_pred):
@@ -395,7 +395,7 @@ def _AnyLength():
   return keras.Model(inputs, layers.Dense(4)(layers.Dense(8)(inputs)))
 
 
-def testOutputsOfUnknownLength():
+def testOutputsOfUnknownLengthGetTheLengthOfTheLabels():
   """They have the length of the labels, so losses with masks work and others are refused."""
   labels = keras_fits.Integers(4, 12, 6)
   labels[:4, 1:] = -1
@@ -411,7 +411,7 @@ def testOutputsOfUnknownLength():
       pipe.train_on_batch(TARGETS, keras_fits.Floats(12, 6, 4))
 
 
-def testLossesThatAssertSomethingOfThePredictions():
+def testLossesMayMakeAssertionsAboutPredictions():
   """Random predictions do not fulfil it, but the predictions of the model do."""
 
   def Checked(y, y_pred):
@@ -424,7 +424,7 @@ def testLossesThatAssertSomethingOfThePredictions():
   keras_fits.CheckFit(Make, X, keras_fits.Classes(12, 3)[1], lambda: {'loss': Checked}, SIZES)
 
 
-def testLossesWithAnotherShapeThanTheBatch():
+def testLossesMayHaveAnotherShapeThanTheBatch():
   """The values of all positions are in one dimension, or the examples in the last."""
 
   def Values(y, y_pred):
@@ -446,7 +446,7 @@ def testLossesWithAnotherShapeThanTheBatch():
 
 
 @pytest.mark.parametrize('metrics', [['dice', 'tversky'], ['circle']], ids=str)
-def testFunctionsOfAllExamplesAsMetrics(metrics):
+def testAMetricMayBeAFunctionOfAllExamples(metrics):
   """They are Keras's own, but do not add up."""
   is_sparse = 'circle' in metrics
   y = keras_fits.Integers(3, 12) if is_sparse else abs(Y)
@@ -479,7 +479,7 @@ def _MaskedBy(of):
   return keras.Model(inputs, layers.Dense(3)(layers.Dense(8)(keras_layers.Masking(of)(inputs))))
 
 
-def testMasksThatDependOnTheMode():
+def testMasksMayDependOnTheMode():
   """Evaluation keeps other positions; random numbers beside the mask do not matter."""
   x = keras_fits.Floats(12, 6, 5)
   options = {'batch_size': 6, 'validation_data': (x[:6], TARGETS[:6])}

@@ -358,7 +358,7 @@ def testRowsThatRecurAreUpdatedAsInKeras(optimizer):
   ],
   ids=str,
 )
-def testEachUseOfATable(use, options):
+def testEachUseOfATableTrainsAsInKeras(use, options):
   """The case of one stage has batches of different sizes."""
   sizes = 2 * (5 if use in ('twice', 'positions') else 4,)
   sizes = (6, 5) if 'num_stages' in options else sizes

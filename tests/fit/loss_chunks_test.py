@@ -83,7 +83,7 @@ def testMasksAndWeightsOfPositions():
   )
 
 
-def testOnePositionAnExample():
+def testAnExampleMayHaveOnePosition():
   """And the sum of the losses, which has large gradients."""
   _Check(
     _Classifier,
@@ -100,7 +100,7 @@ def testTiedWeightsAndCappedLogits():
   _Check(_Gemma, x, CLASSES, _Sparse, chunk_size=7, bound=1e-4, predicts=False)
 
 
-def testOperationsThatDropTheMask():
+def testOperationsMayDropTheMask():
   def Make():
     model = _Tagger()
     return keras.Model(model.input, keras.ops.tanh(model.output))
@@ -108,7 +108,7 @@ def testOperationsThatDropTheMask():
   _Check(Make, IDS, CLASSES, chunk_size=5)
 
 
-def testOtherMetricsGetTheMaskAndTheMeanHasWeights():
+def testCustomMetricsGetTheMaskAndTheMeanIsWeighted():
   _Check(
     _Tagger,
     IDS,

@@ -293,7 +293,7 @@ def testTrainableMayChange():
     assert same == frozen
 
 
-def testAnOptimizerThatWasBuiltBefore():
+def testAPipelineContinuesWithABuiltOptimizer():
   """Plain steps, then steps of a pipeline, with one optimizer."""
   model, mixed = (keras_fits.Seeded(keras_fits.Mlp) for _ in range(2))
   for m in (model, mixed):
@@ -667,7 +667,7 @@ def testTrainableCountsAtTheFirstStep():
 
 
 @pytest.mark.parametrize('trainable', [False, True])
-def testAVariableThatNoLayerTracks(trainable):
+def testAnUntrackedVariableIsConstantOrRefused(trainable):
   """Keras leaves it constant; one that says it is trained is refused."""
   variable = keras.Variable(np.full([8], 2, 'float32'), trainable=trainable, name='lonely')
 

@@ -253,7 +253,7 @@ def testAVariableOfTheLossWouldNotBeTrained():
     faulty_layers.ReadsOtherVariables.Params(),
   ],
 )
-def testVariablesThatStayAsTheyAre(layer):
+def testUntrainedVariablesMayBeRead(layer):
   sums, _ = stacks.Train(_Stack(layer), (_X(),), _Side())
   np.testing.assert_array_equal(sums['loss'], [_BATCH, _BATCH])
 

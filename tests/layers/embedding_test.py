@@ -241,7 +241,7 @@ def testWrongLabelSmoothingRaises():
   ],
 )
 @pytest.mark.parametrize('values', [{'chunk_size': 2}, {'num_shards': 2}])
-def testAHeadOfOnesOwnIsNotComputedInParts(values, cls):
+def testACustomHeadIsNotComputedInParts(values, cls):
   """The loss had the logits of the base class."""
   values = {'name': 'head', 'input_dim': 3, 'num_classes': 8, **values}
   with pytest.raises(ValueError, match=naming.Naming(cls.__name__, 'head', 'class_axes')):
@@ -249,7 +249,7 @@ def testAHeadOfOnesOwnIsNotComputedInParts(values, cls):
   vocabulary_layers.DoubledHead.Params().Set(**values).Instantiate()
 
 
-def testTheVocabularyOfAHeadOfOnesOwnIsNotSharedOut():
+def testTheVocabularyOfACustomHeadIsNotSharedOut():
   project = linear.ProjectionLayer.Params().Set(input_dim=3, output_dim=3)
   spec = tf.TensorSpec([4, 3], tf.float64)
 

@@ -60,7 +60,7 @@ def _Check(sub, *, num_micro_batches=3, dtype=tf.float64, **options):
 @pytest.mark.parametrize(
   'schedule, policy', [('gpipe', 'stage'), ('1f1b', 'layer'), ('zb_h1', 'none')]
 )
-def testALossThatOnlyAnAuxiliaryOneReaches(schedule, policy):
+def testAnAuxiliaryLossTrainsWeightsThatTheLossDoesNotUse(schedule, policy):
   """The last stage's loss sees no weight of the first; its own auxiliary loss does."""
 
   sub = [_Add(only=0.4), layers.Without(tf.stop_gradient), _Add()]
@@ -89,7 +89,7 @@ def testBfloat16():
     assert np.abs(grads[path] - g).max() <= 2e-2 * norm, path
 
 
-def testEvaluateReportsThemToo():
+def testEvaluateReportsAuxiliaryLosses():
   """Micro-batches of 3, 2 and 2 examples count by their loss weights, as in training."""
   stack = stacks.MakeStack([_Add(z=0.1), _Add()], num_stages=2, num_micro_batches=3, splits=[1, 2])
   x, side = _X(7), stacks.ExampleWeights(7)
@@ -122,14 +122,14 @@ def testAMetricMayHaveAColonInItsName():
 
 
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
-def testTwoOfOneName(policy):
+def testTwoAuxiliaryLossesOfOneNameAreRefused(policy):
   names = naming.Naming('stack.layers[1]', 'two auxiliary losses', "'same'")
   adds_twice = aux_loss_layers.AuxLossLayer.Params().Set(losses=[['same', 1.0, tf.reduce_mean]] * 2)
   with pytest.raises(ValueError, match=names):
     _Check([_Add(), adds_twice], num_stages=2, splits=[1, 2], remat_policy=policy)
 
 
-def testAUsersTapeCannotSeeThem():
+def testAuxiliaryLossesUnderAUsersTapeAreRefused():
   stack = stacks.MakeStack([_Add(), _Add(z=0.1)], num_stages=2, num_micro_batches=1, splits=[1, 2])
   stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
   with tf.GradientTape() as tape, fprop_context.Scope(step=1):

@@ -64,7 +64,7 @@ def _Check(text, *words):
     assert word in text, text
 
 
-def testAnOutput():
+def testANonfiniteOutputIsReported():
   sub = [_Layer(), _Layer(), _Layer(lambda w, x: tf.math.log(x) * w), _Layer()]
   _Check(
     _Explain(sub, _At(3, -1.0)),
@@ -74,7 +74,7 @@ def testAnOutput():
   )
 
 
-def testAComplexOutput():
+def testANonfiniteComplexOutputIsReported():
   sub = [_Layer(lambda w, x: tf.complex(x, tf.math.log(x) * w)), _Layer(lambda w, z: tf.abs(z) * w)]
   _Check(
     _Explain([*sub, _Layer()], _At(3, -1.0)),
@@ -83,17 +83,17 @@ def testAComplexOutput():
   )
 
 
-def testAnInput():
+def testANonfiniteInputIsReported():
   text = _Explain([_Layer()] * 4, _At(5, np.inf))
   _Check(text, 'batch is at fault: input of micro-batch 2: 0 NaN and 1 Inf in float32[2, 3]')
 
 
-def testTheSide():
+def testANonfiniteLossInputIsReported():
   side = tf.constant([1.0, 1.0, 1.0, np.nan, 1.0, 1.0])
   _Check(_Explain([_Layer()] * 4, side=side), 'batch is at fault: loss input of micro-batch 1')
 
 
-def testAWeight():
+def testANonfiniteWeightIsReported():
   def Change(stack):
     stack.layers[1].vars.w.assign([1.0, np.nan, np.inf])
 
@@ -103,7 +103,7 @@ def testAWeight():
 
 
 @pytest.mark.parametrize('place, stage', [(1, 0), (3, 1)])
-def testAGradientOfAnInput(place, stage):
+def testANonfiniteGradientOfAnInputIsReported(place, stage):
   """The square root of 0 is 0, its slope is not finite."""
   sub = [_Layer() for _ in range(4)]
   sub[place] = _Layer(lambda w, x: tf.sqrt(x) * w)
@@ -115,7 +115,7 @@ def testAGradientOfAnInput(place, stage):
   )
 
 
-def testAGradientOfAWeight():
+def testANonfiniteGradientOfAWeightIsReported():
   @tf.custom_gradient
   def Scale(w, x):
     return w * x, lambda dy: (tf.reduce_sum(dy * x, 0) / tf.zeros([_DIM]), dy * w)
@@ -128,7 +128,7 @@ def testAGradientOfAWeight():
   )
 
 
-def testALoss():
+def testANonfiniteLossIsReported():
   """The loss of micro-batch 1 is NaN too, but has a weight of zero."""
 
   def Loss(theta, outputs, side):
@@ -142,7 +142,7 @@ def testALoss():
   )
 
 
-def testAGradientOfALoss():
+def testANonfiniteGradientOfALossIsReported():
   def Loss(theta, outputs, side):
     total = tf.reduce_sum(side)
     return {'loss': (tf.reduce_sum(tf.sqrt(outputs[0] - 1.0)), total)}
@@ -151,7 +151,7 @@ def testAGradientOfALoss():
   _Check(text, 'the gradient of the loss of micro-batch 0 in stage 1', '6 Inf', 'the loss is 0')
 
 
-def testAnAuxiliaryLoss():
+def testANonfiniteAuxiliaryLossIsReported():
   x = tf.tensor_scatter_nd_update(tf.ones([_BATCH, _DIM]), [[2, 0]], [0.0])
   _Check(
     _Explain([_Layer(), _Layer(), _AddsLogarithm(), _Layer()], x),
@@ -198,7 +198,7 @@ def testMasksDependOnTheStep():
   assert dropped and int(stated[1]) == dropped
 
 
-def testASumThatOverflows():
+def testAnOverflowingSumOfGradientsIsReported():
   """Every micro-batch's gradient is finite, their sum is not."""
 
   def Loss(theta, outputs, side):
@@ -208,7 +208,7 @@ def testASumThatOverflows():
   _Check(text, 'largest gradient is 2.4e+38, of stack.layers[')
 
 
-def testAnEngineWithoutALoss():
+def testAnEngineWithoutALossIsRefused():
   stack = stacks.MakeStack([_Layer()], dtype=tf.float32)
   stack.Place(stacks.Devices(), tf.TensorSpec([2, _DIM]))
   with pytest.raises(ValueError, match=naming.Naming('engine', 'loss_fn')):

@@ -66,7 +66,7 @@ def testGradientsEqual(num_stages, schedule, policy, xla):
   stacks.CheckEqual(actual, stacks.Reference(_Sub(), 2, (_X(),), side))
 
 
-def testUnderAUsersTape():
+def testGradientsUnderAUsersTapeAreEqual():
   stack = _Stack(3)
   stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
   plain, theta = stacks.PlainLayers(_Sub())

@@ -100,7 +100,7 @@ def _Shared():
   return _Stack(2, 3)
 
 
-def testABatchSmallerThanTheNumberOfMicroBatches():
+def testABatchMayBeSmallerThanTheNumberOfMicroBatches():
   logits, states = _Decode(_Shared(), _Ids(2))
   np.testing.assert_allclose(logits, _Logits(_Ids(2)), rtol=0, atol=1e-12)
   assert [len(of_micro_batches) for of_micro_batches in states.stages] == [2, 2]
@@ -117,7 +117,7 @@ def testStatesStayAsTheyAre():
   assert not np.allclose(first, other)
 
 
-def testTheLastPositionAlone():
+def testLogitsOfTheLastPositionAreComputedAlone():
   """Its logits are the same, and the softmax computes no others."""
   stack, ids = _Shared(), _Ids()
   whole, _ = _Decode(stack, ids)
@@ -247,7 +247,7 @@ def testArgumentsThatDoNotFitAreNamed():
       stack.ReorderStates(states, rows)
 
 
-def testALaterOneOfEqualStagesIsNamed():
+def testTheErrorNamesTheFailingStageAmongEqualStages():
   """The stages share their functions; the third gets an input that its layer cannot take."""
   x = tf.ones([2, _TIME, _DIM])
   double = decoding_layers.DoublingLayer.Params().Set(most=2 * _DIM)

@@ -262,7 +262,7 @@ def testStagesOfOneDeviceTakeTurns():
 # ---- schedules of the user's own ---------------------------------------------------------
 
 
-def testAScheduleOfOnesOwn():
+def testACustomScheduleTrains():
   """Micro-batches out of order, and backward split for some of them only."""
   text = """
     0F0, 0F1, 0F2, 0I1, 0B0, 0I2, 0W2, 0W1
@@ -273,7 +273,7 @@ def testAScheduleOfOnesOwn():
     stacks.CheckEqual(_Retrain(_Placed(2), schedule, policy, 3, 6), _Reference(3, 6))
 
 
-def testAScheduleOfOnesOwnWithSeveralStagesADevice():
+def testACustomScheduleWithSeveralStagesPerDeviceTrains():
   text = """
     0F0, 0F1, 2F0, 2F1, 2B1, 2I0, 0B1, 0B0, 2W0
     1F0, 1F1, 3V1, 3V0, 1B1, 1B0
@@ -282,7 +282,7 @@ def testAScheduleOfOnesOwnWithSeveralStagesADevice():
   stacks.CheckEqual(_Retrain(_Placed(4, 2), schedule, 'stage', 2, 6), _Reference(2, 6))
 
 
-def testAScheduleOfOnesOwnOfAnotherSize():
+def testACustomScheduleOfAnotherSizeIsRefused():
   schedule = schedules.Get('1f1b', 2, 4)
   with pytest.raises(
     ValueError, match=naming.Naming("'1f1b'", 'has num_micro_batches 4', 'num_micro_batches 2 is')
@@ -335,7 +335,7 @@ def testACustomSchedulePlacesTheStages(text, placement, policy):
   np.testing.assert_allclose(stack.Predict(ids, paddings), expected, atol=1e-12)
 
 
-def testAScheduleOfOnesOwnAndStagesPerDeviceThatContradictIt():
+def testStagesPerDeviceThatContradictACustomScheduleAreRefused():
   schedule = schedules.Schedule.FromText(_V, name='v')
   assert _Stack(schedule, 'stage', 4, 2, 2).num_devices == 2
   with pytest.raises(
@@ -344,7 +344,7 @@ def testAScheduleOfOnesOwnAndStagesPerDeviceThatContradictIt():
     _Stack(schedule, 'stage', 4, 2, 4)
 
 
-def testARegisteredScheduleThatMovesItsStages(monkeypatch):
+def testAScheduleWhosePlacementDependsOnTheBatchIsRefused(monkeypatch):
   """Whose placement depends on the number of micro-batches."""
 
   def Moving(num_stages, num_micro_batches, num_devices):
@@ -390,7 +390,7 @@ def testInterleavingNamesTheNearestNumberOfMicroBatches():
     ('interleaved_1f1b', 2, 1, ['at least 2', '2 stages', '2 devices']),
   ],
 )
-def testStagesPerDeviceThatDoNotSuit(schedule, num_stages, stages_per_device, names):
+def testUnsuitableStagesPerDeviceAreRefused(schedule, num_stages, stages_per_device, names):
   with pytest.raises(ValueError, match=naming.Naming(repr(schedule), *names)):
     _Stack(schedule, 'stage', num_stages, 4, stages_per_device)
 

@@ -96,7 +96,7 @@ def _Everything():
     ('zb_h1', 'none'),
   ],
 )
-def testTheTrainedOnesGetTheSameGradients(schedule, policy):
+def testTrainedWeightsGetTheSameGradients(schedule, policy):
   loss, everything = _Everything()
   frozen_loss, some = _Step(
     _Engine(schedule, policy, lambda path: 'layers[2]' in path or path.endswith('layers[3].b'))

@@ -294,7 +294,7 @@ def testStatisticsAfterAConvolutionPartWithItsWeights():
 
 
 @pytest.mark.parametrize('in_function', [False, True])
-def testUnderAUsersTape(in_function):
+def testStatisticsAreUpdatedUnderAUsersTape(in_function):
   sub = _Sub(adds_losses=False)  # A user's tape cannot see them.
   stack = stacks.MakeStack(sub, num_micro_batches=3, num_stages=2, splits=_SPLITS[2])
   stack.Place(stacks.Devices(), *stacks.Specs((_X(),)))
@@ -315,7 +315,7 @@ def testUnderAUsersTape(in_function):
   assert not context.layer_sums
 
 
-def testSeveralCallsOfOneMiniBatch():
+def testStatisticsCoverSeveralCallsOfOneMiniBatch():
   """Two micro-batches of the user's own, of unequal size, each cut by the pipeline."""
   stack = stacks.MakeStack(_Sub()[:1], num_micro_batches=2)
   x = _X()

@@ -108,7 +108,7 @@ def testNothingWorksBeforePlace():
       call(tf.ones(_SPEC.shape))
 
 
-def testTooFewDevices():
+def testTooFewDevicesAreRefused():
   with pytest.raises(ValueError, match=naming.Naming('4 stages', '4 devices', 'got 3')):
     _Stack(*_Linears(), num_stages=4).Place(stacks.Devices()[:3], _SPEC)
 
@@ -121,7 +121,7 @@ def testTooFewDevices():
     (lambda w, x: (x, tf.reshape(x, [-1])), 'float32[8]'),
   ],
 )
-def testOutputsWithoutTheBatch(last, spec):
+def testOutputsWithoutTheBatchAreRefused(last, spec):
   stack = _Stack(*_Fns(lambda w, x: x, last), num_micro_batches=3)
   stack.Place(stacks.Devices(), tf.TensorSpec([6, 4]))
   for call in (stack, stack.Predict):
@@ -148,7 +148,7 @@ def testVariablesOnAnotherDeviceAreNotOverlooked():
     layer.Place(devices[::-1], _SPEC)
 
 
-def testNoLayers():
+def testAPipelineWithoutLayersIsRefused():
   with pytest.raises(ValueError, match=naming.Naming('stack', 'sub', 'empty')):
     _Stack()
 

@@ -175,7 +175,7 @@ def testTrainingCompiledByXla(seed):
 
 
 @pytest.mark.parametrize('seed', [*_TAPE_SEEDS, *_MORE_SEEDS])
-def testUnderAUsersTape(seed):
+def testGradientsUnderAUsersTapeAreEqual(seed):
   if seed in _MORE_SEEDS and 'auxiliary losses' in _Case(seed).features:
     pytest.skip('it has auxiliary losses')
   _Check(CheckTape, _Case(seed))
@@ -186,7 +186,7 @@ def testPredictAndEvaluate(seed):
   _Check(CheckEvaluation, _Case(seed))
 
 
-def testTheSeedsHaveEverything():
+def testTheSeedsCoverEveryFeatureAndPolicy():
   of_training = set().union(*(_Case(seed).features for seed in (*_SEEDS, *_XLA_SEEDS)))
   # The mixed seed has other policies in place of its own.
   assert of_training.union(*(_Case(seed).features for seed in _MIXED_SEEDS)) == _FEATURES

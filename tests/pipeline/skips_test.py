@@ -119,7 +119,7 @@ def _CheckWays(sub, ways, **options):
   return stack
 
 
-def testOneSkipForSeveralStages():
+def testASkipMayServeSeveralStages():
   # `except_last` has `stage` and `none`; zero bubble without recomputation is among the XLA cases.
   ways = [('gpipe', 'layer'), ('gpipe', 'except_last'), ('zb_h1', 'stage')]
   stack = _CheckWays(_FarSub(), ways, num_stages=4, splits=_FAR_SPLITS)
@@ -128,7 +128,7 @@ def testOneSkipForSeveralStages():
   assert [s.imports for s in stages] == [(), ('x',), ('x',), ('x',)]
 
 
-def testBetweenStagesOfOneDevice():
+def testASkipMayLeadBetweenStagesOfOneDevice():
   options = {'num_stages': 4, 'stages_per_device': 2, 'schedule': 'looped_bfs'}
   ways = [('interleaved_1f1b', 'stage'), ('looped_bfs', 'stage')]
   _CheckWays(_FarSub(), ways, splits=_FAR_SPLITS, **options)
@@ -150,7 +150,7 @@ def testASkipPassesByTheStagesBetween():
   assert first is second
 
 
-def testAnIntegerSideInputOfAMiddleStage():
+def testAnIntegerInputMaySkipToAMiddleStage():
   """As docs/own_loop.md says: a tensor stashed at the front does not pass every stage."""
   sub = [layers.Stash('ids'), layers.Without(lambda ids, x: x), _Square()]
   sub += [layers.Pop('ids', 'append'), _Fold(), _Square()]
@@ -174,7 +174,7 @@ def _Unpack(x, *extras):
   return y * tf.cast(nest.ids, y.dtype)[:, None]
 
 
-def testASkipOfAnyStructure():
+def testASkipMayHaveAnyStructure():
   pack, unpack = layers.Without(_Pack), layers.Without(_Unpack)
   sub = [
     _Square(),
@@ -207,7 +207,7 @@ def testOneSkipUnderEveryCut(splits, policy):
   assert any(s.exports for s in stack.engine.stages) != is_within
 
 
-def testASkipOfNoneAndASkipThatNobodyTakes():
+def testASkipMayBeNoneOrUnused():
   swap = layers.Without(lambda a, b: (b, a))  # A StashLayer takes the first argument.
   sub = [layers.Stash('unused'), _Square(), swap, layers.Stash('none'), swap, _Square()]
   sub.append(layers.Pop('none', 'append'))
@@ -284,7 +284,7 @@ def testASkipIsFreedByTheForwardThatTakesItInEvaluation(tmp_path):
 
 
 @pytest.mark.parametrize('seed', [None, 1])
-def testUnderAUsersTape(seed):
+def testGradientsOfSkipsUnderAUsersTapeAreEqual(seed):
   sub, options = (_FarSub(), {'num_stages': 4, 'splits': _FAR_SPLITS})
   x = _X(4)
   if seed is not None:
@@ -348,7 +348,7 @@ def testPlansKnowTheShapes(seed):
       assert (tensor.shape, tensor.dtype) == (spec.shape, spec.dtype), cost.path
 
 
-def testAnAutomaticCut():
+def testSkipsTrainWithAnAutomaticCut():
   square = linear.ProjectionLayer.Params().Set(input_dim=_DIM, output_dim=_DIM, activation='TANH')
   sub = [
     square,
@@ -376,7 +376,7 @@ def _Layers(*sub):
   return stacks.MakeStack(list(sub)).layers
 
 
-def testAKeyThatNobodyBegins():
+def testAPopWithoutAStashIsRefused():
   names = naming.Naming('stack.layers[2]', "skip 'right'", 'left')
   with pytest.raises(ValueError, match=names):
     stage_lib.Skips(_Layers(layers.Stash('left'), _Square(), layers.Pop('right')), [3])
@@ -385,7 +385,7 @@ def testAKeyThatNobodyBegins():
 
 
 @pytest.mark.parametrize('last', [layers.Pop('a'), _Square()])
-def testASkipThatIsAnnouncedAndNeverBegins(last):
+def testAnAnnouncedSkipThatFPropDoesNotReturnIsRefused(last):
   announces = faulty_layers.AnnouncesASkip.Params()
   names = naming.Naming('stack.layers[0]', 'skips_out', ['a'], [])
   with pytest.raises(ValueError, match=names) as e:
@@ -393,13 +393,13 @@ def testASkipThatIsAnnouncedAndNeverBegins(last):
   assert 'stack.layers[0]' in ' '.join([str(e.value), *getattr(e.value, '__notes__', [])])
 
 
-def testAKeyThatBeginsLater():
+def testAPopBeforeItsStashIsRefused():
   names = naming.Naming('stack.layers[0]', "skip 'a'", 'none')
   with pytest.raises(ValueError, match=names):
     stage_lib.Skips(_Layers(layers.Pop('a'), _Square(), layers.Stash('a')), [1, 3])
 
 
-def testAKeyThatBeginsTwice():
+def testTwoStashesOfOneKeyAreRefused():
   for second in (1, 3):
     sub = [layers.Stash('a'), _Square(), _Square(), _Square(), layers.Pop('a')]
     sub[second] = layers.Stash('a')
@@ -408,7 +408,7 @@ def testAKeyThatBeginsTwice():
       _Place(sub)
 
 
-def testASkipOfAnotherShape():
+def testASkipOfAnotherShapeIsRefused():
   sub = [layers.Stash('a'), _Square(_DIM, _DIM + 1), layers.Pop('a')]
   with pytest.raises(ValueError, match=naming.Naming('stack.layers[2]', 'skip', (4, 3), (4, 4))):
     _Place(sub).Predict(_X())

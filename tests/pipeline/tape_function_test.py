@@ -115,7 +115,7 @@ def _CheckSame(actual, expected):
 
 # One stage and several, one micro-batch and several, eagerly and in a function: each pair of them.
 @pytest.mark.parametrize('num_stages, num_micro_batches', [(1, 1), (3, 3)])
-def testEagerlyUnderAUsersTape(num_stages, num_micro_batches):
+def testGradientsUnderAnEagerTapeAreEqual(num_stages, num_micro_batches):
   args = _Inputs([6])
   stack = _Placed(args, num_stages, num_micro_batches)
   expected = _Reference(args, num_micro_batches, num_layers=len(stack.layers))
@@ -123,7 +123,7 @@ def testEagerlyUnderAUsersTape(num_stages, num_micro_batches):
 
 
 @pytest.mark.parametrize('num_stages, num_micro_batches', [(1, 3), (2, 1)])
-def testInAUsersFunction(num_stages, num_micro_batches):
+def testGradientsInATfFunctionAreEqual(num_stages, num_micro_batches):
   args = _Inputs([6])
   stack = _Placed(args, num_stages, num_micro_batches)
   run = tf.function(lambda *args: _Run(stack, args), autograph=False)
@@ -131,7 +131,7 @@ def testInAUsersFunction(num_stages, num_micro_batches):
   _CheckSame((outputs, (weights, floats)), _Reference(args, num_micro_batches))
 
 
-def testATapeAroundAUsersFunction():
+def testGradientsOfATapeAroundATfFunctionAreEqual():
   args = _Inputs([4])
   stack = _Placed(args, 2, 2)
 
@@ -150,7 +150,7 @@ def testATapeAroundAUsersFunction():
 
 
 @pytest.mark.parametrize('in_function', [False, True])
-def testASecondGradient(in_function):
+def testSecondGradientsAreEqual(in_function):
   """The gradient of a gradient penalty: the inputs of stages depend on weights and inputs."""
   args = _Inputs([4])
   stack, plain = _Placed(args, 2, 2), _Params(sequential.SequentialLayer).Instantiate()
@@ -180,14 +180,14 @@ def testBatchesThatDoNotDivideAndOtherSizesThanPlacedFor():
     _CheckSame(_Run(stack, args), _Reference(args, 4))
 
 
-def testBatchAtDimensionOne():
+def testTheBatchMayBeAtDimensionOne():
   args = _Inputs([3, 5])
   stack = _Placed(args, 2, 2, batch_dim=1)
   assert [piece.shape[:2].as_list() for piece in stack.SplitBatch(args[0])] == [[3, 3], [3, 2]]
   _CheckSame(_Run(stack, args), _Reference(args, 2, batch_dim=1))
 
 
-def testInEvaluationMode():
+def testEvaluationModeDisablesDropout():
   args = _Inputs([6])
   stack = _Placed(args, 2, 2)
   expected = _Reference(args, 1, do_eval=True)
@@ -210,7 +210,7 @@ def testTrainingNeedsAStep():
     stack(*args)
 
 
-def testTheStepChangesTheMasksAndNotTheTrace():
+def testAnotherStepChangesTheMasksWithoutARetrace():
   args = _Inputs([4])
   stack = _Placed(args, 2, 2)
   outputs, traces = [], set()
@@ -250,7 +250,7 @@ def _Stack(sub, *specs, num_stages=None, **options):
   return stack
 
 
-def testAStageOfIntegersOnly():
+def testAStageMayHaveIntegersOnly():
   """Its input and output have no gradient; the weights behind it do."""
   sub = [
     lambda ids: (ids + 1) % 5,
@@ -280,7 +280,7 @@ def testOutputsThatTheLossDoesNotUse():
   np.testing.assert_allclose(tape.gradient(loss, x), [3.0] * 4)
 
 
-def testAStageThatStopsTheGradient():
+def testAStageMayStopTheGradient():
   square = linear.LinearLayer.Params().Set(input_dim=4, output_dim=4)
   stack = _Stack([square, tf.stop_gradient, square], tf.TensorSpec([4, 4]))
   before, behind = stack.trainable_variables
@@ -293,7 +293,7 @@ def testAStageThatStopsTheGradient():
   np.testing.assert_allclose(grad, expected, rtol=1e-5)
 
 
-def testOutputsWithoutAnyFloat():
+def testIntegerOutputsHaveNoGradient():
   stack = _Stack([lambda x: tf.cast(x, tf.int32)] * 2, tf.TensorSpec([4]))
   x = tf.constant([1.5, 2.5, 3.5, 4.5])
   with tf.GradientTape() as tape:
@@ -319,7 +319,7 @@ def testAOneElementTupleStaysATuple():
       np.testing.assert_allclose(y[0] if is_tuple else y, 6.0 * x)
 
 
-def testPartOfAUsersModel():
+def testThePipelineMayBePartOfAUsersModel():
   sub = [nested_layers.ResidualSequence.Params().Set(dim=_DIM) for _ in range(4)]
   x = tf.constant(np.random.default_rng(2).normal(size=[6, _DIM]))
   results = []
@@ -346,7 +346,7 @@ def testPartOfAUsersModel():
       np.testing.assert_allclose(grads[path], g, atol=1e-11, err_msg=path)
 
 
-def testASlowGradientOfOneOfSeveralTensors():
+def testGradientsWaitForTheSlowestTensor():
   """Every tensor of a tuple arrives before it is used."""
 
   @tf.custom_gradient
@@ -366,7 +366,7 @@ def testASlowGradientOfOneOfSeveralTensors():
   np.testing.assert_array_equal(tape.gradient(y, x), [7.0] * 4)
 
 
-def testManyDropouts():
+def testBackwardRepeatsTheMasksOfManyDropouts():
   """If an output is zero, so is the gradient of its input: both have the same mask."""
   sub = [dropout.DropoutLayer.Params().Set(keep_prob=0.9)] * 8
   stack = _Stack(sub, tf.TensorSpec([20, 50]), num_stages=2, splits=[4, 8], num_micro_batches=10)
@@ -393,7 +393,7 @@ def testWithoutATapeNothingRunsBackward():
 
 
 @pytest.mark.parametrize('in_function', [False, True])
-def testATrainingLoopOfOnesOwn(in_function):
+def testACustomTrainingLoopTrains(in_function):
   """The documented loop: one's own tape and a Keras optimizer around the layer."""
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.95)
   square = linear.ProjectionLayer.Params().Set(

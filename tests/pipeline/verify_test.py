@@ -91,7 +91,7 @@ def _Verify(*middle, loss_weight=_NumTokens, dtype=tf.float64, **options):
     {'xla': False, 'loss_weight': lambda side: tf.cast(_NumTokens(side), tf.float32)},
   ],
 )
-def testTheRealThingAgrees(options):
+def testACorrectModelIsEqual(options):
   report = _Verify(**options)
   assert report.Failures() == []
   assert report.dtype == options.get('dtype', tf.float64).name
@@ -125,13 +125,13 @@ def _OnlyFailures(report, *patterns):
   assert report.Text().count('DIFFERENT: ') == len(patterns)
 
 
-def testALayerThatLooksAtItsPlaceInTheBatch():
+def testALayerThatDependsOnThePositionInTheBatchFails():
   # Each of the micro-batches alone is right.
   report = _Verify(*[_Product(factor=_IsAfterTwo)] * 3, xla=False)
   _OnlyFailures(report, 'loss: micro-batches and whole batch')
 
 
-def testALayerThatLooksAtItsPath():
+def testALayerThatDependsOnItsPathFails():
   middle = [_Product(), _Product(factor=_PathNumber), _Product(factor=_PathNumber)]
   assert _Verify(*middle, xla=False, splits=[2, 3, 5]).Failures() == []
   # Now the two are stages of their own, with one trace.
@@ -139,13 +139,13 @@ def testALayerThatLooksAtItsPath():
   _OnlyFailures(report, 'loss: pipelined and reference', 'gradients: ')
 
 
-def testAWrongLossWeight():
+def testAWrongLossWeightFails():
   report = _Verify(xla=False, loss_weight=lambda side: tf.constant(1.0, tf.float64))
   _OnlyFailures(report, 'loss weight: 2 was announced', 'gradients: 19 of 20')
 
 
 @pytest.mark.parametrize('dtype, factor', [(tf.float64, 1 + 1e-7), (tf.float32, 1 + 1e-3)])
-def testAnEngineThatAccumulatesWrongly(monkeypatch, dtype, factor):
+def testAnEngineThatAccumulatesWronglyFails(monkeypatch, dtype, factor):
   right = stage_math.Accumulate
 
   def Wrong(accumulators, grads):
@@ -159,7 +159,7 @@ def testAnEngineThatAccumulatesWrongly(monkeypatch, dtype, factor):
   assert f'absolute {worst.absolute:.1e}' in report.Text(num_worst=1)
 
 
-def testNotANumberIsWorst():
+def testNanIsTheWorstError():
   report = verify.Report(
     dtype='float64',
     losses=dict.fromkeys(['pipelined', 'reference', 'micro-batches', 'whole batch'], 1.0),

@@ -131,7 +131,7 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, size, o
 
 
 @pytest.mark.parametrize('trained', ['layers[2]', 'shards[1].linear.b', 'layers[0].shards[2]'])
-def testFrozenWeights(trained):
+def testFrozenWeightsGetNoGradient(trained):
   """Before, behind and within the slices; vocabulary_test has several micro-batches."""
 
   def IsTrained(path):
@@ -314,7 +314,7 @@ def testAStepWithoutATaskUpdatesTheShards():
   np.testing.assert_allclose(np.sqrt(squares), 1e-3, rtol=1e-3)
 
 
-def testAnEmbeddingOfOnesOwnIsNotSharedOut():
+def testACustomEmbeddingIsNotSharedOut():
   """It got rows in the place of ids."""
   inputs, side = _Batch()
   sizes = {'vocab_size': _VOCAB, 'embedding_dim': _DIM, 'num_shards': _NUM_SHARDS}

@@ -125,7 +125,7 @@ def testLossAndGradientsEqual(head, num_devices, num_replicas, size, options, mo
 @pytest.mark.parametrize(
   'trained, num_micro_batches', [('layers[1]', 1), ('layers[4].linear.b', 2)]
 )
-def testFrozenWeights(trained, num_micro_batches):
+def testFrozenWeightsGetNoGradient(trained, num_micro_batches):
   """Before, behind and within the slices; one micro-batch is fewer than stages."""
 
   def IsTrained(path):

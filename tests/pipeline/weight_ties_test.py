@@ -132,7 +132,7 @@ def testTheCopyFollowsItsOwner():
   np.testing.assert_array_equal(owner, copy)
 
 
-def testUnderAUsersTape():
+def testGradientsOfTiesUnderAUsersTapeAreEqual():
   stack = _Placed(splits=[2, 4], num_stages=2)
   ids, labels = _Data()
   with tf.GradientTape() as tape, fprop_context.Scope(step=3):

@@ -387,7 +387,7 @@ def testALayerMayBeLimitedByMemoryBandwidth():
     (4, plan_choice.Space(schedules=()), ('4 devices', '8 layers', '4 examples')),
   ],
 )
-def testNothingToChooseFrom(batch, space, names):
+def testBatchesAndSpacesWithoutAPlanAreRefused(batch, space, names):
   with pytest.raises(ValueError, match=naming.Naming(*names)):
     planner.Planner(_Even(), _Devices(), batch, space).Search()
 

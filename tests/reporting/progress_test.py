@@ -101,7 +101,7 @@ def testAResumedRunPrintsItsOwnFirstStep(clock):
   assert [line.split()[1] for line in stream.getvalue().splitlines()] == ['41/100']
 
 
-def testARunOfOneStep(clock):
+def testARunOfOneStepHasNoRate(clock):
   stream = io.StringIO()
   display = _Run(stream, clock, [1], end=1)
   assert stream.getvalue() == 'step 1/1  loss 2\n'

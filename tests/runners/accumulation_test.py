@@ -90,7 +90,7 @@ def testEqualsOneMiniBatchOfTheJointSize(clip):
     assert traced == counts
 
 
-def testAuxiliaryLossesOfSeveralMiniBatches():
+def testAuxiliaryLossesOfSeveralMiniBatchesAreSummed():
   """The update equals one of the total objective of the layers without a pipeline."""
   run, batches = _Runner(3, middle='losses', num_micro_batches=_BATCH, optimizer=_SGD), _Batches(3)
   p, variables = run.task.stack.params, run.Variables()
@@ -207,7 +207,7 @@ def testBatchNormAndARestart(tmp_path):
     np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
-def testTooManyMicroBatches():
+def testTooManyMicroBatchesAreRefused():
   with pytest.raises(
     ValueError, match=naming.Naming('600000 mini-batches', '2 micro-batches', 1048576)
   ):

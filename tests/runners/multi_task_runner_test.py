@@ -141,7 +141,7 @@ def testPatternsSeeThePathsOfATaskAndNotTheNamesOfSharedWeights():
     _Runner(a=multi_task.Task(2, **frozen), b=multi_task.Task(1, **frozen))
 
 
-def testRatesAndFiltersAreEachTasksOwn():
+def testEachTaskHasItsOwnRateAndFilter():
   """A task that freezes the shared weights does not change them, and needs no slots for them."""
   b = multi_task.Task(
     1, optimizer=optimizer.SGD.Params(), bprop_variable_filter=r'layers\[2\]', learning_rate=0.5

@@ -153,7 +153,7 @@ def testAnEvalRunnerMakesNoTrainingState():
   assert all(not s.accumulators for s in run.engine.stages)
 
 
-def testATaskThatHasNoLoss():
+def testATaskWithoutALossIsRefused():
   class NoLoss(measured.Linear):
     def ComputeLoss(self, theta, predictions, input_batch):
       return {'error': (tf.constant(0.0), tf.constant(1.0))}, {}
@@ -488,7 +488,7 @@ def testACheckpointContinuesWithAnotherCut(num_stages, tmp_path):
   assert set(other.Variables()) == set(variables)
 
 
-def testAfterRestoreForEvaluation():
+def testAfterRestoreDoesNothingInEvaluation():
   _Runner(_LinearParams(), eval_runner.EvalRunner).AfterRestore()
 
 

@@ -71,7 +71,7 @@ def run_check(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
   'script, text', [('kill -ABRT $$', '-6'), ('exit 3', '3'), ('sleep 60', '--timeout')]
 )
-def testACrashOrHangIsARowAfterTheOthers(run_check, script, text):
+def testACrashOrHangIsReportedInTheLastRow(run_check, script, text):
   first, last = run_check(script)
   assert first['row'] == 'a' and first['pass']
   assert last['row'] == last['check'] == 'masks' and not last['pass'] and text in last['text']

@@ -12,7 +12,7 @@ _PROGRAM = str(processes.ROOT / 'tools' / 'draw_cut.py')
 _MODEL = [f'--model={processes.MODEL}', f'--model_params_override={processes.TINY}']
 
 
-def testTheNumbersAreOfThePartition(forks, tmp_path):
+def testTheNumbersEqualTheTableOfThePartition(forks, tmp_path):
   path = tmp_path / 'cut.svg'
   processes.Succeeded(forks.Run(_PROGRAM, *_MODEL, f'--output={path}'))
   texts = [e.text for e in ElementTree.parse(path).iter('{http://www.w3.org/2000/svg}text')]

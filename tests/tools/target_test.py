@@ -53,7 +53,7 @@ def _Describe(num_devices, known=None, kind='CPU'):
     ('a', [1], 1, ord('a'), []),
   ],
 )
-def testWorkersOfOneMachineAreAHost(machines, where, num_devices, per_host, memory, links):
+def testWorkersOfOneMachineShareAHost(machines, where, num_devices, per_host, memory, links):
   machines[:] = where
   devices = _Describe(num_devices)
   assert devices.num_devices == sum(num_devices)

@@ -58,7 +58,7 @@ class _Sequences(base_input_generator.BaseInputGenerator):
     return nested_map.NestedMap(x=x, w=1.0 + i)
 
 
-def testABatchAtAnotherDimension(monkeypatch, capsys):
+def testTheBatchMayBeAtAnotherDimension(monkeypatch, capsys):
   """5 examples of 3 time steps are cut into micro-batches of 3 and 2, also for the loss."""
   params = model.SingleTaskModel.Params().Set(
     task=tasks.TimeMajor.Params(), input=_Sequences.Params().Set(batch_size=5)

@@ -123,7 +123,7 @@ def testTheEvaluatorTakesAllTasksOrOne(run):
   assert (logdir / 'decode_test_a').exists() and not (logdir / 'decode_test_b').exists()
 
 
-def testAnExportIsOfOneTask(run):
+def testAnExportNeedsTheNameOfATask(run):
   call, logdir, _ = run
   done = call('trainer', logdir, '--mode=export')
   assert done.returncode == 2 and 'with --model_task_name' in done.stderr
@@ -188,7 +188,7 @@ def testAProfileDrawsEachTask(run, tmp_path):
   assert drawn == expected and len(set(expected.values())) == 2
 
 
-def testADataSetThatNoTaskCanUse(tmp_path, caplog):
+def testADataSetThatNoTaskCanUseIsRefusedOrLogged(tmp_path, caplog):
   """It is refused before weights are used, or logged if one task is trained alone."""
   caplog.set_level('INFO', logger='absl')
 

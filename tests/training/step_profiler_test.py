@@ -75,7 +75,7 @@ def testProfilingChangesNoWeights(run, tmp_path):
   processes.AssertSameTensors(processes.Tensors(tmp_path, 5), processes.Tensors(run, 5))
 
 
-def testAResumedRun(run, capsys):
+def testAResumedRunProfilesOnlyItsRemainingSteps(run, capsys):
   """With equal flags; with steps that are partly done; with the first step of a call."""
   _Train(run, (3, 4), max_steps=6)
   assert naming.AnyLineNames(capsys.readouterr().out, '--profile_steps=3,4', 'nothing', 'step 5')
@@ -138,7 +138,7 @@ def testTheFirstReplicaIsDrawn(tmp_path, capsys):
 @pytest.mark.parametrize(
   'text', ['', '5', '5,', '7,5', '0,3', '1,2,3', '-1,4', 'a,b', '1.5,2', '2,10']
 )
-def testMistakesInTheFlag(text):
+def testMistakesInTheFlagAreRefused(text):
   with pytest.raises(ValueError, match=rf'^--profile_steps={text}: '):
     step_profiler.ParseSteps(text, 9)
 

@@ -195,7 +195,7 @@ class _Broken(_Points):
     raise FileNotFoundError('away')
 
 
-def testStreamsOfOtherTasksAreKeptUnread():
+def testStatesOfOtherTasksStreamsAreStoredUnread():
   inputs = {'a': _Points.Params().Instantiate(), 'b': _Broken.Params().Instantiate()}
   streams = stream_states.StreamStates(inputs, ['a'])
   streams.Variables()['input/b/iterator'].assign(['of b', 'state', '2'])

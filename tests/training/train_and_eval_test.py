@@ -107,7 +107,7 @@ def testTheReportPageHasEachPart(straight):
   assert 'src=' not in text and 'http' not in text.replace('http://www.w3.org/2000/svg', '')
 
 
-def testPassesByTime(tmp_path):
+def testPassesRunAtIntervalsOfTime(tmp_path):
   params = _Params(eval_interval_steps=0, eval_interval_seconds=1e-6, max_steps=4)
   params.task.train.Set(decode_interval_steps=0, decode_interval_seconds=1e6)
   _Train(tmp_path, params)
@@ -179,7 +179,7 @@ def testARestartFromAnEarlierCheckpointRepeatsNoLogLine(straight, tmp_path):
   assert _Lines(logdir) == _Lines(straight)
 
 
-def testALogDirectoryThatIsNotALocalPath(straight, tmp_path, monkeypatch):
+def testALogDirectoryMayBeRemote(straight, tmp_path, monkeypatch):
   """TensorFlow's in-memory file system cannot rename directories, like an object store."""
   monkeypatch.setattr(logdir_lock, 'SETTLE_SECONDS', 0.02)
   logdir = f'ram://train_and_eval_test{tmp_path}'

@@ -89,7 +89,7 @@ def testAllTextsOfASplitComeOnce(data_dirs, vocab, file_format, monkeypatch):
     assert sorted(decoded.split()) == sorted(' '.join(texts).split())
 
 
-def testCacheAndFingerprintTellTheData(data_dirs, vocab, tmp_path):
+def testCacheAndFingerprintDependOnTheData(data_dirs, vocab, tmp_path):
   cache = tmp_path / 'cache'
   options = [{}, {'split': 'test'}, {'split': 'train[:9]'}]
   prints = {

@@ -204,7 +204,7 @@ def testALayerWithStateStaysInOneCell():
   assert _Kinds(cells) == [['Dense'], calls, ['Dense']]
 
 
-def testAModelWithoutLayers():
+def testAModelWithoutLayersIsOneCell():
   inputs = keras.Input([4])
   (cell,) = _Cells(keras.Model(inputs, inputs))
   assert cell.name == 'identity'

@@ -233,7 +233,7 @@ def testUnequalLayers(pair):
   assert not keras_equality.AreEqual(b, a)
 
 
-def testALayerThatWasCalledEqualsOneThatWasNot():
+def testACalledLayerEqualsAnUncalledLayer():
   a, b = layers.Dense(4), layers.Dense(4)
   a(np.zeros([2, 3], 'float32'))
   b(keras.Input([3]))

@@ -60,12 +60,12 @@ def testBetterThanAnyNamedScheduleBetweenTheirBytes():
   assert result == schedule_search.Search(8, 6, 4, _EQUAL, **options)
 
 
-def testWithoutALimit():
+def testWithoutALimitTheScheduleIsAtLeastAsFastAsZbV():
   result = schedule_search.Search(4, 4, 2, _EQUAL, remat_policy='none')
   assert result.makespan <= 25 and result.peak_bytes is None  # As `zb_v`: 6M + K - 1.
 
 
-def testALimitForEachDevice():
+def testEachDeviceKeepsItsOwnLimit():
   limits = (40, 20, 10)
   result = schedule_search.Search(
     3, 6, 3, _EQUAL, remat_policy='none', sizes=_SIZES, memory_limit=limits
@@ -73,7 +73,7 @@ def testALimitForEachDevice():
   assert all(b <= limit for b, limit in zip(result.device_peak_bytes, limits, strict=True))
 
 
-def testTooLittleMemoryAndImpossibleSizes():
+def testTooLittleMemoryAndImpossibleSizesAreRefused():
   with pytest.raises(
     ValueError,
     match=naming.Naming('memory_limit', '2 stages', '2 devices', '4 micro-batches', '5B'),

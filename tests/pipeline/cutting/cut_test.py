@@ -112,7 +112,7 @@ def testMoreStagesThanLayersIsAnError():
     p.Instantiate().MakeCut(_SPEC)
 
 
-def testUnknownCost():
+def testAnUnknownCostOrPolicyIsRefused():
   with pytest.raises(ValueError, match=naming.Naming("'bytes'", 'flops', 'params', 'time')):
     _Make(_Layers([1]), 1, by='bytes')
   with pytest.raises(ValueError, match=naming.Naming("'some'", 'stage', 'except_last')):
@@ -211,7 +211,7 @@ def testStagesOnAnyDevices():
   assert cut.speed_up == pytest.approx(1)
 
 
-def testAMemoryLimitOfStagesOnAnyDevices():
+def testStagesOfOneDeviceShareTheMemoryLimit():
   uneven = schedules.Schedule.FromText('0F0,0B0\n1F0,2F0,2B0,1B0', 'uneven')
   layers = _Wide(4)
 
@@ -358,7 +358,7 @@ def testOptimizerSlotsMoveTheCut():
   assert Cut(optimizer.Adam, memory_limit=limit).ends == (1, 4)
 
 
-def testAMemoryLimitThatCannotBeKept():
+def testAMemoryLimitThatNoCutKeepsIsAnError():
   needs = _MakeWide(_Wide(6), 3).memory[0].total
   with pytest.raises(ValueError) as e:
     _MakeWide(_Wide(6), 3, memory_limit=needs - 1)

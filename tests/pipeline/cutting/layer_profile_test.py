@@ -58,7 +58,7 @@ def testMeasuredTimesAreTheNaps():
   assert timed_layers.Sleeper.modes >= {False}
 
 
-def testACutByTime():
+def testACutByTimeBalancesMeasuredTimes():
   sub = _Sleepers((0.05, 0.05), (0.05, 0.05), (0.05, 0.05), (0.3, 0.3))
   layer = _Pipeline(sub, num_stages=2, partition_by='time', xla=False)
   cut = layer.MakeCut(_SPEC)
@@ -71,7 +71,7 @@ def testACutByTime():
     _ = layer.vars
 
 
-def testACutByTimeWithInputsOfDifferentRanks():
+def testInputsOfACutByTimeMayDifferInRank():
   """Each layer is measured on inputs of its own shape: images, then vectors."""
   sub = [
     conv.Conv2DLayerNoPadding.Params().Set(filter_shape=(5, 5, 8, 32)),

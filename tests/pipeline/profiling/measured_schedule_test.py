@@ -76,7 +76,7 @@ def testADelayShowsAsABubble():
   assert measured.bubble == pytest.approx(1.0 - sum(again.busy) / (3 * measured.makespan))
 
 
-def testDoubtsAboutMissingActionsAndClocksThatDisagree():
+def testMissingActionsAndClocksThatDisagreeAreDoubted():
   """If a clock is wrong, an action begins before the end of an action that it depends on."""
   measured = _AsMeasured(_Simulated('zb_h1', 'none'))
   doubts = functools.partial(

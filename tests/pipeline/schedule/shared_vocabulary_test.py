@@ -51,7 +51,7 @@ def testDevicesRarelyWaitForTheSlices():
 _TEXT = '0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0'
 
 
-def testAFromTextWithSlices():
+def testTextWithSlicesHasTheirDependencies():
   schedule = schedules.Schedule.FromText(_TEXT, num_slices=2).Validate()
   action = schedules.Action.FromText
   assert schedule.Dependencies(action('2F0')) == (action('1F0'),)

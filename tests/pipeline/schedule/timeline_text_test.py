@@ -43,7 +43,7 @@ def testLongLabelsAreShortened():
     assert timeline_text.DrawToScale(rows, num_columns).splitlines()[1] == f'device 0  {line}'
 
 
-def testNothingToDraw():
+def testAnEmptyTimelineIsDrawnIdle():
   assert timeline_text.DrawToScale([[]], 4).splitlines()[1] == 'device 0  ....'
   with pytest.raises(ValueError, match=naming.Naming('num_columns', 'positive', 'got 0')):
     timeline_text.DrawToScale([[]], 0)

@@ -93,7 +93,7 @@ def _Notes(e):
     (_FailsInPython, 1, 1),
   ],
 )
-def testAtRunTimeUnderAUsersTape(fails, place, stage):
+def testAFailureUnderAUsersTapeNamesTheStage(fails, place, stage):
   stack = _Stack(_Sub(place, layers.SilentLayer.Params().Set(fn=fails)))
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
 
@@ -182,7 +182,7 @@ def PrintFailuresWhereReplicasMeet():
       print(type(e).__name__, *e.__notes__)
 
 
-def testAFailureWhileReplicasSumStatistics(forks, tmp_path):
+def testAFailureWhileReplicasSumStatisticsNamesTheLayer(forks, tmp_path):
   """In a process of its own: in it TensorFlow may take no more sums over replicas."""
   (tmp_path / 'program.py').write_text(
     'from lingvo_gpipe.distributed import cluster\n'
@@ -198,7 +198,7 @@ def testAFailureWhileReplicasSumStatistics(forks, tmp_path):
   assert after == 'none' or naming.Names(after, 'replicas', 'restart')
 
 
-def testAtRunTimeInTheLoss():
+def testAFailureInTheLossNamesTheStage():
   run = _Runner(_Sub(0, layers.SilentLayer.Params()), loss=_FailsForward)
   with pytest.raises(tf.errors.InvalidArgumentError, match='too large') as e:
     run.TrainStep(_Batch(_Bad()))
@@ -225,7 +225,7 @@ def PrintFailureWithoutMemory():
     print(e, *e.__notes__, run.engine.xla, sep='\n')
 
 
-def testALayerThatRunsOutOfMemoryInAStageOfXla():
+def testALayerThatRunsOutOfMemoryUnderXlaIsNamed():
   """In a process without oneDNN, whose allocator waits ten seconds each time."""
   program = (
     'from lingvo_gpipe.cli import binary\n'  # First: it imports TensorFlow in half of the time.
@@ -268,7 +268,7 @@ def testStagesBeforeTheFailingOneStop():
   assert 1 <= len(ran) < 10
 
 
-def testLayersThatXlaCannotCompile():
+def testALayerThatXlaCannotCompileIsNamed():
   stack = _Stack(_Sub(1, layers.SilentLayer.Params().Set(fn=_FailsInPython)), xla=True)
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   with pytest.raises(tf.errors.InvalidArgumentError, match='EagerPyFunc') as e:
@@ -277,7 +277,7 @@ def testLayersThatXlaCannotCompile():
   assert naming.AnyLineNames(_Notes(e), 'layer', 'stack.layers[1] (SilentLayer)')
 
 
-def testInAUsersFunctionRunEagerly():
+def testAFailureInAUsersFunctionIsNamedWhenItRunsEagerly():
   """The advice of docs/own_loop.md for an error that reports only a cancellation."""
   stack = _Stack(_Sub(1, layers.SilentLayer.Params().Set(fn=_FailsForward)))
   stack.Place(
@@ -298,7 +298,7 @@ def testInAUsersFunctionRunEagerly():
   assert naming.AnyLineNames(_Notes(e), 'stage 1 (stack.layers[1])', 'micro-batch 1')
 
 
-def testAnErrorThatDoesNotComeAgain():
+def testAnErrorThatDoesNotRecurNamesNoStage():
   failing = [True]
 
   def Once(w, x):
@@ -318,7 +318,7 @@ def testAnErrorThatDoesNotComeAgain():
   np.testing.assert_array_equal(stack.Predict(_Good()), _Good())
 
 
-def testAnUpdateThatFails(monkeypatch):
+def testAFailedUpdateNamesNoStage(monkeypatch):
   run = _Runner(_Sub(0, layers.SilentLayer.Params()))
   apply = run.learner.Apply
 
@@ -380,7 +380,7 @@ def testAPlanNamesTheStageOfSplits():
     assert re.findall(r'stage \d', note) == stages
 
 
-def testAnExceptionInTheLoss():
+def testAnExceptionInTheLossNamesTheOutputs():
   run = _Runner(_Sub(0, layers.SilentLayer.Params()), loss=_Raise)
   for call in (run.TrainStep, lambda batch: run.Evaluate([batch])):
     with pytest.raises(_Mine, match='out of cheese') as e:
@@ -392,7 +392,7 @@ def testAnExceptionInTheLoss():
     assert naming.Names(stage, f'stage 2 {layers_of_stage}', 'micro-batch 0')
 
 
-def testALayerThatReturnsNoTensor():
+def testALayerThatReturnsAnObjectIsNamed():
   sub = _Sub(1, layers.SilentLayer.Params().Set(fn=lambda w, x: object()))
   stack = _Stack(sub)
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
@@ -402,7 +402,7 @@ def testALayerThatReturnsNoTensor():
   assert naming.AnyLineNames(_Notes(e), 'stage 1', 'micro-batch 0', 'building', '1F0')
 
 
-def testALayerThatReturnsAnotherKindOfTensor():
+def testALayerThatReturnsASparseTensorIsNamed():
   stack = _Stack(_Sub(1, layers.SilentLayer.Params().Set(fn=lambda w, x: tf.sparse.from_dense(x))))
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   names = naming.Naming('stack.layers[1]', 'FProp', 'SparseTensor')
@@ -438,7 +438,7 @@ def testNumbersAndArraysBecomeTensors():
     ((42,), ValueError, ['arguments[0]', 'expected float32[6, 3]', 'got int32[]']),
   ],
 )
-def testArgumentsThatThePipelineWasNotPlacedFor(args, error, names):
+def testArgumentsUnlikeTheSpecsOfPlaceAreRefused(args, error, names):
   stack = _Stack(_Sub(0, layers.SilentLayer.Params()))
   stack.Place(stacks.Devices(), *stacks.Specs((_Good(),)))
   for call in (stack, stack.Predict):
@@ -462,14 +462,14 @@ def testArgumentsThatThePipelineWasNotPlacedFor(args, error, names):
     ({'x': _Good()[0]}, ValueError, ['batch.x', 'expected float32[6, 3]', 'got float32[3]']),
   ],
 )
-def testABatchThatTheTaskWasNotPlacedFor(batch, error, names):
+def testABatchUnlikeTheSpecOfTheTaskIsRefused(batch, error, names):
   run = _Runner(_Sub(0, layers.SilentLayer.Params()))
   for call in (run.TrainStep, lambda b: run.Evaluate([b])):
     with pytest.raises(error, match=naming.Naming('net', *names)):
       call(nested_map.NestedMap(batch))
 
 
-def testALaterOneOfEqualStagesIsNamed():
+def testTheErrorNamesTheFailingStageAmongEqualStages():
   """The stages share their functions; the third gets an input that the layer cannot take."""
 
   def Double(w, x):

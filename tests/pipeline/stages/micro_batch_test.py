@@ -43,7 +43,7 @@ def testSizesByHand():
     (0, 2, ['batch', 'example', 'got 0']),
   ],
 )
-def testSizesRefusesNothing(batch_size, number, names):
+def testSizesRefusesEmptyBatchesAndZeroMicroBatches(batch_size, number, names):
   with pytest.raises(ValueError, match=naming.Naming('at least', *names)):
     micro_batch.Sizes(batch_size, number)
 

@@ -159,7 +159,7 @@ def testOutputsThatAreInputsOrEachOther():
   _Check(sub, _WAYS, num_micro_batches=2)
 
 
-def testOutputsThatNobodyUses():
+def testOutputsMayBeUnused():
   sub = [
     _With(lambda w, x: (tf.tanh(tf.matmul(x, w)), tf.matmul(x, w) * 2.0, None, tf.shape(x))),
     _With(lambda w, a, b, none, shape: (tf.matmul(a, w), [b, none])),
@@ -200,7 +200,7 @@ def _IntegersBetween():
   ]
 
 
-def testIntegerStagesBetween():
+def testIntegerStagesStopTheGradient():
   """Trained weights precede them, but no gradient can pass."""
   _Check(_IntegersBetween(), _FOUR_WAYS, splits=[1, 2, 3, 5])
 
@@ -218,7 +218,7 @@ def testStagesThatNoGradientReachesCompiledByXla():
     _Check(sub, ways, ids, xla=True, num_micro_batches=_BATCH)
 
 
-def testIntegersThatDependOnFloats():
+def testIntegersMayDependOnFloats():
   def Route(w, x):
     y = tf.matmul(x, w)
     return y, nested_map.NestedMap(best=tf.argmax(y, -1), up=y > 0, half=tf.cast(y, tf.float32))
@@ -230,14 +230,14 @@ def testIntegersThatDependOnFloats():
   _Check([_With(Route), _With(Take), _Square()], _FOUR_WAYS)
 
 
-def testFrozenWeights():
+def testAFrozenMatrixMayHaveATrainedBias():
   # A frozen matrix and a trained bias.
   frozen = random_layer.RandomLayer.Params().Set(weights=['b'], fixed=True)
   sub = [_Square(), frozen, frozen, _Square()]
   _Check(sub, _THREE_WAYS, num_micro_batches=2)
 
 
-def testRandomBits():
+def testSplitBackwardDrawsTheSameDropoutMasks():
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.5)
   sub = [drop, _Square(), drop, drop, _Square(), drop]
   _Check(sub, _THREE_WAYS, splits=[2, 4, 6], num_micro_batches=2)

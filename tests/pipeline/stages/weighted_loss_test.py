@@ -70,7 +70,7 @@ def testNumbersAreScalars():
   assert [value.dtype for value in metrics['n']] == [tf.int32, tf.float32]
 
 
-def testALossOfEachExample():
+def testALossThatIsNotAScalarIsRefused():
   text = _Message(ValueError, lambda: _Train(lambda theta, y, side: {'loss': (y[0][:, 0], 1.0)}))
   assert naming.AnyLineNames(text, "'loss'", 'scalar', 'float64[2]')
   assert naming.AnyLineNames(text, 'stage 1', 'outputs (float64[2, 3])')
@@ -90,7 +90,7 @@ def testALossWeightOfEachExample():
     _Train(stacks.SquareLoss, loss_weight=tf.identity)
 
 
-def testAnEngineWithoutALoss():
+def testTrainingWithoutALossIsRefused():
   with pytest.raises(ValueError, match=naming.Naming('engine', 'loss_fn')):
     _Train(None)
 
@@ -104,7 +104,7 @@ def testWeightsKeepTheirDigitsWithANarrowLoss():
   'schedule, policy, xla',
   [('gpipe', 'stage', True), ('gpipe', 'layer', False), ('zb_h1', 'none', False)],
 )
-def testAMeanOverNothingCountsForNothing(schedule, policy, xla):
+def testAMicroBatchOfWeightZeroDoesNotCount(schedule, policy, xla):
   def Loss(theta, outputs, side):
     total = tf.reduce_sum(side)
     return {'loss': (tf.reduce_sum(outputs[0] ** 2 * side[:, tf.newaxis]) / _DIM / total, total)}

@@ -277,7 +277,7 @@ def testPromptsOutsideTheVocabularyRaise():
     _Run().task.Generate(np.array([[0, _VOCAB]]), 1)
 
 
-def testBeamSearchWithCachesEqualsItWithoutCaches():
+def testBeamSearchIsEqualWithAndWithoutCaches():
   """States follow their hypotheses over two stages and micro-batches of several rows."""
   search = beam_search.BeamSearch.Params().Set(num_hyps_per_beam=3, target_seq_len=6).Instantiate()
   stack = _Run().task.stack
