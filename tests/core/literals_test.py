@@ -109,7 +109,7 @@ _MAKERS = {
 
 
 @pytest.mark.parametrize('make', _MAKERS.values(), ids=_MAKERS)
-def testTextTellsObjectsApart(make):
+def testTextDistinguishesObjects(make):
   assert literals.WriteValue(make(2)) == literals.WriteValue(make(2))
   assert literals.WriteValue([make(2)]) != literals.WriteValue([make(3)])
   assert literals.Unwritten(make(2)) == []

@@ -99,7 +99,7 @@ def testTheMemoryOfVisibleGpus(monkeypatch):
   assert accelerators.Memory(gpus.physical[1]) is None
 
 
-def testAWorkerSplitsItsGpusAndTellsThatXlaIsOff(new_gpu, monkeypatch):
+def testAWorkerSplitsItsGpusAndReportsThatXlaIsOff(new_gpu, monkeypatch):
   new_gpu.Smi('GPU-a, NVIDIA Y, 16384, 16384\n')
   definitions, facts = [], []
   server = types.SimpleNamespace(target='grpc://localhost:7')

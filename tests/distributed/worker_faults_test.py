@@ -61,7 +61,9 @@ def project(tmp_path_factory):
     ('InternalError', 'of its own', False),
   ],
 )
-def testIsFailureTellsLostWorkersFromErrorsOfComputations(monkeypatch, kind, message, expected):
+def testIsFailureDistinguishesLostWorkersFromErrorsOfComputations(
+  monkeypatch, kind, message, expected
+):
   error = getattr(tf.errors, kind)(None, None, message)
   assert not worker_connection.IsFailure(error)  # There are no workers.
   monkeypatch.setattr(worker_connection, '_answers', {'alpha:2222': b''})

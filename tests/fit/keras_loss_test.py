@@ -46,7 +46,7 @@ def _CompiledWith(loss, **metrics):
   return {'loss': {name: loss(reduction=name) for name in REDUCTIONS}, **metrics}
 
 
-def testReductions():
+def testEachReductionTrainsAsInKeras():
   """Sample weights differ much, so that micro-batches have different sums of them."""
 
   def Compiled():
@@ -58,7 +58,7 @@ def testReductions():
   keras_fits.CheckFit(_Repeated(keras_fits.Mlp), X, y, Compiled, SIZES, **options)
 
 
-def testMaskedOutputs():
+def testLossesOfMaskedOutputsEqualKeras():
   """Micro-batches keep different numbers of positions, and a micro-batch may keep none.
 
   A function as metric sees all predictions of the batch, with the mask.
@@ -89,7 +89,7 @@ def _LabelsToIgnore():
   return labels
 
 
-def testIgnoredClasses():
+def testLossesWithIgnoredClassesEqualKeras():
   """Micro-batches have different numbers of labels that count."""
 
   def Compiled():
@@ -102,7 +102,7 @@ def testIgnoredClasses():
   keras_fits.CheckFit(_Repeated(_Tokens), TARGETS, y, Compiled, SIZES, **options)
 
 
-def testIgnoredClassesWithWeights():
+def testIgnoredClassesMayHaveSampleWeights():
   def Compiled():
     loss = LOSSES.SparseCategoricalCrossentropy(
       from_logits=True, ignore_class=-1, reduction='mean_with_sample_weight'
@@ -179,7 +179,7 @@ def _ListOfOutputs():
   return keras.Model(model.inputs, [model.output['b'], model.output['a'], model.output['b']])
 
 
-def testListsOfOutputs():
+def testAModelMayReturnAListOfOutputs():
   """One tensor is two outputs, and an output has no loss."""
   y = [BOTH['b'], Y, BOTH['b']]
 
@@ -199,7 +199,7 @@ def _Penalised():
 
 
 @pytest.mark.parametrize(('loss', 'num_stages'), [('mse', 2), (None, 1)])
-def testLossesOfLayers(loss, num_stages):
+def testLossesThatLayersAddEqualKeras(loss, num_stages):
   """The micro-batches have equal sizes, for an added mean counts by rows."""
   y = Y if loss else None
   pipelines = ((num_stages, num_stages),)
@@ -486,7 +486,7 @@ def testMasksMayDependOnTheMode():
   keras_fits.CheckFit(lambda: _MaskedBy('mode'), x, TARGETS, {'loss': 'mse'}.copy, **options)
 
 
-def testOnlyALossNeedsMasks():
+def testPredictionNeedsNoMasks():
   pipe = keras_fits.Pipe(keras_fits.Seeded(lambda: _MaskedBy('random')), 2, 2)
   assert pipe.predict(keras_fits.Floats(4, 6, 5), verbose=0).shape == (4, 6, 3)
 

@@ -125,7 +125,7 @@ def testCustomMetricsGetTheMaskAndTheMeanIsWeighted():
 
 
 @pytest.mark.parametrize('dtypes', [('float64', 'float32'), ('float32', 'float64')])
-def testHeadsOfAnotherDtype(dtypes):
+def testTheHeadMayHaveAnotherDtype(dtypes):
   def Make():
     inputs = keras.Input([6], dtype='int32')
     x = layers.Embedding(TOP, 4, dtype=dtypes[0])(inputs)
@@ -135,7 +135,7 @@ def testHeadsOfAnotherDtype(dtypes):
   _Check(Make, IDS, CLASSES, lambda: compiled, chunk_size=5, predicts=False)
 
 
-def testXla():
+def testChunksUnderXlaEqualWholeLogits():
   _Check(_Tagger, IDS, CLASSES, chunk_size=5, pipe={'xla': True}, predicts=False)
 
 

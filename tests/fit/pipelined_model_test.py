@@ -135,7 +135,7 @@ def _FitOfArrays():
   [(_Dataset, {}), (_Generator, {'steps_per_epoch': 3}), (_Batches, {})],
   ids=['dataset', 'generator', 'PyDataset'],
 )
-def testSourcesOfData(make_data, options):
+def testEachSourceOfDataTrainsEqually(make_data, options):
   """Most other tests have arrays."""
   pipe = keras_fits.Pipe(keras_fits.Seeded(keras_fits.Mlp), 2)
   actual = keras_fits.Fit(pipe, make_data(), None, _Squares, **options)
@@ -155,7 +155,7 @@ def testSourcesOfData(make_data, options):
   ],
   ids=lambda options: next(iter(options)),
 )
-def testOptionsOfFit(options):
+def testFitTakesTheOptionsOfKeras(options):
   def Compiled():
     return {
       'loss': 'sparse_categorical_crossentropy',
@@ -181,7 +181,7 @@ def testSeveralStepsPerExecution():
 # ---- single batches, evaluate, predict -----------------------------------------------------------
 
 
-def testSingleBatches():
+def testMethodsForSingleBatchesEqualKeras():
   model = keras_fits.Seeded(keras_fits.Mlp)
   model.compile(optimizer=_Adam(), run_eagerly=True, **_Squares())
   pipe = _Made()

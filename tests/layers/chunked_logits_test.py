@@ -112,7 +112,7 @@ def testManyChunksOfBfloat16AddUp():
 
 
 @pytest.mark.parametrize('sizes, chunk_size', [([9], 0), ([4, 4, 1], 0), ([2, 7], 4)])
-def testSlicesJoined(sizes, chunk_size):
+def testJoinedSlicesEqualTheWhole(sizes, chunk_size):
   h, weights, ids, g = _Values([6, 2])
   weights['w'] = tf.concat([weights['w'][:, :5]] * 2, axis=1)[:, :_VOCAB]  # Logits may be equal.
   weights['b'] *= 0.0

@@ -355,7 +355,7 @@ def testWeightDecayByRule(cls, settings):
   assert _Decayed(cls, **settings) == moved
 
 
-def testSlotsThatStartAtTheirWeight():
+def testSlotsMayStartAtTheirWeight():
   variables = _Variables()
   built = optimizer.ScheduleFreeAdamW.Params().Instantiate().Build(_Device(), variables)
   variables['m.w'].assign_add(tf.ones([3, 4]))

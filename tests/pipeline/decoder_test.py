@@ -188,7 +188,7 @@ def testWeightsAreReadAtEachCallAndTiesKept():
   np.testing.assert_allclose(after, stack.Predict(ids), rtol=0, atol=1e-11)
 
 
-def testXla():
+def testDecodingUnderXlaEqualsTheLayers():
   ids = _Ids(4)
   logits, states = _Decode(_Stack(2, 2, _Layers(1), xla=True, dtype=tf.float32), ids)
   layer, theta = stacks.PlainLayers(_Layers(1), dtype=tf.float32)

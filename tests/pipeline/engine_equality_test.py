@@ -328,7 +328,7 @@ def testMoreMicroBatchesTakeNoMoreTraces():
   'schedule, policy, batch_size, num_compilations',
   [('gpipe', 'stage', 7, 2), ('zb_h1', 'none', 7, 2), ('zb_h1', 'none', 8, 1)],
 )
-def testAtMostTwoCompilationsAStage(schedule, policy, batch_size, num_compilations):
+def testAStageIsCompiledAtMostTwice(schedule, policy, batch_size, num_compilations):
   """7 into 4 is 2, 2, 2, 1; XLA compiles each trace of a function once on its stage's device."""
   square = linear.ProjectionLayer.Params().Set(input_dim=2, output_dim=2, activation='TANH')
   options = {'splits': [1, 2], 'schedule': schedule, 'remat_policy': policy}

@@ -126,7 +126,7 @@ def testCompiledByXla(schedule, policy):
   _Check(num_stages=2, splits=_SPLITS[2], schedule=schedule, remat_policy=policy, xla=True)
 
 
-def testSeveralStagesADevice():
+def testADeviceMayHaveSeveralStages():
   options = {'num_stages': 4, 'stages_per_device': 2, 'splits': _SPLITS[4]}
   _Check(num_micro_batches=2, schedule='interleaved_1f1b', **options)
 

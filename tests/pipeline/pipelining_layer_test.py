@@ -53,7 +53,7 @@ def testPredictTakesNone():
   np.testing.assert_allclose(y, [3.0, 4.0, 5.0])
 
 
-def testUnequalMicroBatchesWarnOfNothing(recwarn):
+def testUnequalMicroBatchesCauseNoWarning(recwarn):
   stack = _Stack(*_Fns(*[lambda w, x: 2.0 * x] * 2), num_stages=2, num_micro_batches=4)
   stack.Place(stacks.Devices(), tf.TensorSpec([7]))
   for size in (7, 2):
@@ -61,7 +61,7 @@ def testUnequalMicroBatchesWarnOfNothing(recwarn):
   assert not recwarn.list
 
 
-def testMetaOfAPipelineWithSkips():
+def testFPropMetaCountsLayersWithSkips():
   sub = [
     skip.StashLayer.Params().Set(key='x'),
     linear.LinearLayer.Params().Set(input_dim=4, output_dim=4),
@@ -131,7 +131,7 @@ def testOutputsWithoutTheBatchAreRefused(last, spec):
       call(tf.ones([6, 4]))
 
 
-def testVariablesOnAnotherDeviceAreNotOverlooked():
+def testVariablesOnAnotherDeviceAreRefused():
   devices = stacks.Devices()
   layer = _Stack(*_Linears(), num_stages=2)
   layer.InstantiateVariables()

@@ -195,7 +195,7 @@ def testReplicasShareTheTraces():
   assert traces[0] == traces[1]
 
 
-def testEvaluationIsSharedOut():
+def testReplicasShareAnEvaluation():
   """With the same sums as in one replica, and after weights that changed in the first one alone."""
   losses = []
   for num_replicas in (1, 2):

@@ -90,7 +90,7 @@ def _CheckTraining(sub, inputs, num_micro_batches=2, **options):
 
 
 @pytest.mark.parametrize('seed', range(1, 4))
-def testRandomSequences(seed):
+def testRandomSequencesWithSkipsTrain(seed):
   sub, options = _Random(seed)
   _CheckTraining(sub, (_Ids(),), **options)
 
@@ -200,7 +200,7 @@ def testASkipMayHaveAnyStructure():
     ([1, 2, 3, 4], 'except_last'),
   ],
 )
-def testOneSkipUnderEveryCut(splits, policy):
+def testASkipTrainsUnderEveryCut(splits, policy):
   sub = [layers.Stash('x'), _Square(), layers.Pop('x', 'concat'), _Square(2 * _DIM, _DIM)]
   stack = _CheckTraining(sub, (_X(),), num_stages=len(splits), splits=splits, remat_policy=policy)
   is_within = splits[0] > 2
@@ -268,7 +268,7 @@ def testASkipIsSentOnceUnderOtherSchedulesAndPolicies(schedule, policy, tmp_path
   assert takers and all(name[0] == '3' and name[-1] == '1' for name in takers)
 
 
-def testASkipIsFreedByTheForwardThatTakesItInEvaluation(tmp_path):
+def testEvaluationFreesASkipAfterItsLastForward(tmp_path):
   """There is no backward that would hold it longer, under any policy of recomputation."""
   stack = _FarSkip(schedule='1f1b', remat_policy='none')
   args = (_X(),), tf.ones([_BATCH], tf.float64)

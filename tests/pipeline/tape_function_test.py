@@ -172,7 +172,7 @@ def testSecondGradientsAreEqual(in_function):
     np.testing.assert_allclose(actual[path], g, atol=1e-11, err_msg=path)
 
 
-def testBatchesThatDoNotDivideAndOtherSizesThanPlacedFor():
+def testBatchesMayHaveOtherSizesThanTheSpecsOfPlace():
   stack = _Placed(_Inputs([2]), 2, 4)
   for batch, sizes in ((2, [1, 1]), (7, [2, 2, 2, 1])):
     args = _Inputs([batch])
@@ -229,7 +229,7 @@ def testCompiledByXla():
   _CheckSame(_Run(stack, args), _Reference(args, 2))
 
 
-def testRematPolicyLayer():
+def testGradientsUnderPolicyLayerAreEqual():
   """With several layers in a stage."""
   args = _Inputs([4])
   stack = _Placed(args, 1, 2, remat_policy='layer')
@@ -268,7 +268,7 @@ def testAStageMayHaveIntegersOnly():
   np.testing.assert_allclose(grad, np.repeat(counts[:, None], 4, axis=1))
 
 
-def testOutputsThatTheLossDoesNotUse():
+def testTheLossMayIgnoreOutputs():
   double = [lambda x: (x * 2.0, x * 3.0), lambda a, b: (a * b, b, None)]
   stack = _Stack(double, tf.TensorSpec([4]))
   x = tf.constant([1.0, 2.0, 3.0, 4.0])

@@ -80,13 +80,13 @@ class _Subclassed(keras.Model):
     return self.function(*self.parts, x)
 
 
-def testModelsThatHaveAGraph():
+def testModelsWithAGraphAreTraced():
   _Check(_Sequential('a', 'b'), X, ['a', 'b'])
   _Check(_Functional(), X, ['a', 'b'])
   _Check(keras_fits.Mlp(), X, ['dense', 'dense', 'dense'])
 
 
-def testModelsNestedThreeDeep():
+def testModelsMayBeNestedThreeDeep():
   inputs = keras.Input([5])
   inner = _Sequential('a', 'b')
   middle = keras.Model(inputs, _Dense('c')(inner(inputs)))
@@ -98,7 +98,7 @@ def testModelsNestedThreeDeep():
 
 
 @pytest.mark.parametrize('keyword', [False, True])
-def testANestedModelCalledTwice(keyword):
+def testANestedModelMayBeCalledTwice(keyword):
   inputs = keras.Input([5])
   inner = _Sequential('a', 'b')
   x = inputs
@@ -265,7 +265,7 @@ def testAFunctionalModelRefusesOtherSizesAsInKeras():
     graph.FlatInputs(x)
 
 
-def testAShapeThatIsNotKnownIsRefused():
+def testAnUnknownShapeIsRefused():
   model = _Outside(lambda model, x: ops.reshape(x, [x.shape[0], 3, 1]))
   model(X)
   line = model.compute.__code__.co_firstlineno

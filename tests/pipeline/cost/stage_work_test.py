@@ -94,7 +94,7 @@ def testTheCutMinimisesTheBusiestStageOfTheSimulator(problem):
 
 @_SETTINGS
 @hypothesis.given(_Problems())
-def testOneDeviceIsAScheduleOfOneStage(problem):
+def testOneDeviceTakesTheTimeOfOneStage(problem):
   work, schedule, policy = problem
   single = schedules.Get('gpipe', 1, schedule.num_micro_batches)
   assert stage_work.OneDevice(work, single.num_micro_batches, policy) == sum(

@@ -196,7 +196,7 @@ def testSeveralStagesPerDeviceAndOtherSchedules():
   ).even_bubble == pytest.approx(3 / 15)
 
 
-def testStagesOnAnyDevices():
+def testStagesMayBeOnAnyDevices():
   """A custom schedule may put stages on any devices: in a V, or unequal numbers per device."""
   vee = schedules.Schedule.FromText('0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0', 'v')
   cut = cut_lib.MakeCut(_Layers([1] * 4, num_weights=[1] * 4), [_SPEC], schedule=vee)

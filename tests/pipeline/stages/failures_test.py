@@ -246,7 +246,7 @@ def testALayerThatRunsOutOfMemoryUnderXlaIsNamed():
   assert xla == 'True'
 
 
-def testStagesBeforeTheFailingOneStop():
+def testStagesBeforeTheFailedStageStop():
   ran = []
 
   def Slow(w, x):

@@ -144,7 +144,7 @@ def testLayersOfAllKindsCompiledByXla():
 # ---- what goes between stages ------------------------------------------------------------
 
 
-def testOutputsThatAreInputsOrEachOther():
+def testOutputsMayBeInputsOrTheSameTensor():
   """A residual may be an output, an output an input, and two outputs the same tensor."""
 
   def Double(w, x, *extras):
@@ -168,7 +168,7 @@ def testOutputsMayBeUnused():
   _Check(sub, _THREE_WAYS)
 
 
-def testStagesWithoutWeightsOrWithoutUseOfThem():
+def testStagesMayHaveNoWeightsOrUnusedWeights():
   sub = [
     _Square(),
     dropout.DropoutLayer.Params().Set(keep_prob=0.6),
@@ -178,7 +178,7 @@ def testStagesWithoutWeightsOrWithoutUseOfThem():
   _Check(sub, _THREE_WAYS)
 
 
-def testStagesOfIntegersOnly():
+def testFirstStagesMayHaveIntegersOnly():
   """Neither the first stage nor the second has anything to differentiate."""
   ids = tf.constant(np.random.default_rng(1).integers(0, 5, [_BATCH, 2]), tf.int32)
   sub = [
@@ -205,7 +205,7 @@ def testIntegerStagesStopTheGradient():
   _Check(_IntegersBetween(), _FOUR_WAYS, splits=[1, 2, 3, 5])
 
 
-def testStagesThatNoGradientReachesCompiledByXla():
+def testStagesThatNoGradientReachesRunUnderXla():
   """TensorFlow makes a NoOp of a call that gives and changes nothing, which XLA cannot run."""
   ids = tf.constant(np.random.default_rng(1).integers(0, _DIM, [_BATCH]), tf.int32)
   table = _With(lambda w, ids: tf.gather(w, ids))

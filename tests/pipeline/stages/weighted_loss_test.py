@@ -76,14 +76,14 @@ def testALossThatIsNotAScalarIsRefused():
   assert naming.AnyLineNames(text, 'stage 1', 'outputs (float64[2, 3])')
 
 
-def testAnAuxiliaryLossOfEachExample():
+def testAnAuxiliaryLossThatIsNotAScalarIsRefused():
   adds = aux_loss_layers.AuxLossLayer.Params().Set(losses=[['a', 1.0, lambda x: x[:, 0]]])
   text = _Message(ValueError, lambda: _Train(stacks.SquareLoss, layer=adds))
   assert naming.AnyLineNames(text, 'stack.layers[0].a', 'scalar', 'float64[2]')
   assert naming.AnyLineNames(text, 'layer', 'stack.layers[0] (AuxLossLayer)')
 
 
-def testALossWeightOfEachExample():
+def testALossWeightThatIsNotAScalarIsRefused():
   with pytest.raises(
     ValueError, match=naming.Naming('weight', 'micro-batch', 'scalar', 'float32[2]')
   ):

@@ -71,7 +71,7 @@ def testBatchesHoldTheNames(vocabulary):
   assert actual == expected
 
 
-def testBothDirectionsWithTheTargetsSymbol(vocabulary):
+def testBothDirectionsBeginWithTheSymbolOfTheTarget(vocabulary):
   names = _Make(vocabulary, direction='both', target_language_token='source', max_names={'de': 20})
   one_way = _Make(vocabulary, max_names={'de': 20})
   assert names.NumExamples() == 2 * one_way.NumExamples()
