@@ -133,7 +133,7 @@ def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
       row,
       history=max(_Relative(history[name][0], v[0]) for name, v in expected.items()),
       weights=_Largest(plain.get_weights(), pipe.model.get_weights()),
-      saved=_Saved(pipe, plain),
+      saved=_AreWeightsSaved(pipe, plain),
       tokens=_Tokens(pipe, plain, x) if hasattr(plain, 'call_with_cache') else None,
     )
   except Exception as e:
@@ -200,7 +200,7 @@ def _Largest(a: Any, b: Any) -> float:
   return max((float(np.max(np.abs(x - y))) for x, y in zip(a, b, strict=True) if x.size), default=0)
 
 
-def _Saved(pipe: Any, plain: Any) -> bool:
+def _AreWeightsSaved(pipe: Any, plain: Any) -> bool:
   """Whether saved and loaded weights equal plain Keras's, bit by bit.
 
   Keras saves LoRA's weights merged into the others, so they need not be the ones before.

@@ -69,7 +69,7 @@ def _DefineFlags() -> None:
   )
 
 
-def _Given() -> dict[str, Any] | None:
+def _ReadDeviceFile() -> dict[str, Any] | None:
   """Returns the contents of --device_file with --num_devices applied, or None without the flag."""
   if not FLAGS.device_file:
     return None
@@ -133,7 +133,7 @@ def _PlanOnDevices() -> int:
     if FLAGS[name].present and not FLAGS.measure:
       raise binary.UsageError(f'--{name} does nothing without --measure, which measures workers')
   params = binary.ModelParams('Train')
-  description = _Given()
+  description = _ReadDeviceFile()
   if description is None and not FLAGS.measure:
     raise binary.UsageError('--device_file=FILE is needed, or --measure on the devices themselves')
   if description is not None and not FLAGS.measure:

@@ -67,7 +67,7 @@ class Catalogue:
     try:
       tensor_bundle.Verify(info.prefix, info.tensors, info.written)
     except DamagedError as e:
-      raise self._Damaged(info, e) from e
+      raise self._MakeDamagedError(info, e) from e
     self._verified.add(info.prefix)
 
   def IsKnownDamaged(self, info: CheckpointInfo) -> bool:
@@ -133,14 +133,14 @@ class Catalogue:
     except tf.errors.NotFoundError:
       return []
     except files.FILE_ERRORS as e:
-      raise self._Unreadable(e) from e
+      raise self._MakeUnreadableError(e) from e
     try:
       # Object stores list folders with a slash at the end.
       return sorted(name.rstrip('/') for name in tf.io.gfile.listdir(self.directory))
     except files.FILE_ERRORS as e:
-      raise self._Unreadable(e) from e
+      raise self._MakeUnreadableError(e) from e
 
-  def _Unreadable(self, error: Exception) -> OSError:
+  def _MakeUnreadableError(self, error: Exception) -> OSError:
     reason = files.OneLine(error)
     return OSError(f'Cannot read the checkpoint directory {self.directory!r}: {reason}.')
 
@@ -150,7 +150,7 @@ class Catalogue:
       self._bad[key] = reason
       logging.warning('Skipping damaged checkpoint %s: %s.', key, reason)
 
-  def _Damaged(self, info: CheckpointInfo, error: Exception) -> DamagedError:
+  def _MakeDamagedError(self, info: CheckpointInfo, error: Exception) -> DamagedError:
     """Returns an error that names the checkpoint. Remembers it as damaged if it still exists."""
     reason = files.OneLine(error)
     if info in self.All():

@@ -304,7 +304,7 @@ class Checkpointer(catalogue.Catalogue):
         worker_hosts.Split({path: variables[path] for path in specs}, self.workers),
       )
     except DamagedError as e:
-      raise self._Damaged(info, e) from e
+      raise self._MakeDamagedError(info, e) from e
     return self.ReadMetadata(info)
 
   def RestoreLatest(

@@ -202,7 +202,7 @@ def CheckEvaluatedByTrainer(
   if changes:
     raise ValueError(
       f'a trainer evaluates {dataset} with the task that it trains, but the task for {dataset} '
-      f'differs (- only trained, + only for {dataset}, ~ changed): {_Listed(changes)}. Remove '
+      f'differs (- only trained, + only for {dataset}, ~ changed): {_ListChanges(changes)}. Remove '
       f'{dataset} from train.eval_datasets and train.decode_datasets, and run an evaluator with '
       f'--split={dataset}; or leave out Task_{dataset}()'
     )
@@ -232,11 +232,11 @@ def _OtherParamsError(
 ) -> ValueError:
   return ValueError(
     f'{info.path!r} was trained with other Params (- only its, + only these, ~ changed): '
-    f'{_Listed(changes)}. {hint}'
+    f'{_ListChanges(changes)}. {hint}'
   )
 
 
-def _Listed(changes: Sequence[params_diff.Change]) -> str:
+def _ListChanges(changes: Sequence[params_diff.Change]) -> str:
   more = f', and {len(changes) - _MAX_LISTED} more' if len(changes) > _MAX_LISTED else ''
   return f'{"; ".join(map(str, changes[:_MAX_LISTED]))}{more}'
 
@@ -257,7 +257,7 @@ def _WarnOfUnwritten(
   """Logs the params that seem equal only because text does not tell their values apart."""
   changed = {change.path for change in changes}
   for path, value in params_tree.Leaves('', params):
-    classes = literals.Unwritten(value)
+    classes = literals.UnwrittenClasses(value)
     if classes and path not in changed and not any(p.fullmatch(path) for p in harmless):
       logging.warning(
         '%s cannot be compared with its value in the run, because it holds a %s: Params record '

@@ -22,7 +22,7 @@ from lingvo_gpipe.distributed import native_output
 
 
 @contextlib.contextmanager
-def _Hidden(*names: str) -> Iterator[None]:
+def _HideModules(*names: str) -> Iterator[None]:
   """Makes the imports of these modules fail unless they are imported already."""
   hidden = [name for name in names if name not in sys.modules]
   sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def _Hidden(*names: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _Uncollected() -> Iterator[None]:
+def _PauseGarbageCollection() -> Iterator[None]:
   """Imports without garbage collection, a fifth of their time, and exempts the modules for good."""
   was_enabled = gc.isenabled()
   gc.disable()
@@ -51,7 +51,7 @@ def _Uncollected() -> Iterator[None]:
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 # Keras imports them, if they are installed, for wrappers and plots that no program makes: it would
 # take a third of the time in which a program starts.
-with _Uncollected(), native_output.Dropped(), _Hidden('matplotlib', 'sklearn'):
+with _PauseGarbageCollection(), native_output.DropOutput(), _HideModules('matplotlib', 'sklearn'):
   import tensorflow as tf  # noqa: F401
 
   # Importing Keras searches for GPUs; `Cluster` reports the devices.

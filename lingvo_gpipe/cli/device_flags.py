@@ -161,5 +161,5 @@ def StartingTensorFlow() -> Iterator[None]:
     compilation_cache.Use(FLAGS.xla_cache)
   if FLAGS.deterministic:
     tf.config.experimental.enable_op_determinism()
-  with native_output.DroppedWithoutGpu():
+  with native_output.DropOutputWithoutGpu():
     yield

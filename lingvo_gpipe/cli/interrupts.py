@@ -68,7 +68,7 @@ def _End(stderr: int) -> NoReturn:
 
 _stderr = 2
 if _IsProgram():
-  # While TensorFlow is imported, descriptor 2 is not the terminal, see `native_output.Dropped`.
+  # While TensorFlow is imported, descriptor 2 is not the terminal, see `native_output.DropOutput`.
   with contextlib.suppress(OSError):
     _stderr = os.dup(2)
   Install()

@@ -149,7 +149,7 @@ def WriteValue(value: Any) -> str:
   return _Writer().Write(value)
 
 
-def Unwritten(value: Any) -> list[str]:
+def UnwrittenClasses(value: Any) -> list[str]:
   """Returns the classes of objects in a value of which its text has only the class."""
   writer = _Writer()
   writer.Write(value)

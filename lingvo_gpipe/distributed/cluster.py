@@ -111,7 +111,7 @@ class Cluster:
     if platform not in PLATFORMS:
       raise ValueError(f'The platform must be one of {", ".join(PLATFORMS)}; got {platform!r}.')
     # Listing GPUs does not start TensorFlow's context.
-    with native_output.DroppedWithoutGpu():
+    with native_output.DropOutputWithoutGpu():
       gpus = tf.config.get_visible_devices('GPU')
     if platform == 'auto':
       platform = 'gpu' if gpus else 'cpu'

@@ -49,7 +49,7 @@ def CloseToOthers(port: int) -> None:
   """
   if not sys.platform.startswith('linux'):
     raise OSError('only Linux restricts a port to the loopback interface')
-  listening = _Listening(port)
+  listening = _ListeningSockets(port)
   if not listening:
     raise OSError(f'this process does not listen at port {port}')
   for s in listening:
@@ -61,7 +61,7 @@ def CloseToOthers(port: int) -> None:
     raise OSError(f'{strangers[0]} connected to port {port} before other machines were kept away')
 
 
-def _Listening(port: int) -> list[socket.socket]:
+def _ListeningSockets(port: int) -> list[socket.socket]:
   """Returns duplicates of this process's sockets that listen at the port."""
   listening = []
   for descriptor in os.listdir('/proc/self/fd'):

@@ -14,7 +14,7 @@ from absl import logging
 
 
 @contextlib.contextmanager
-def Dropped() -> Iterator[None]:
+def DropOutput() -> Iterator[None]:
   """Drops output of native code on stderr unless the enclosed code fails; the log is kept.
 
   TensorFlow's libraries write to stderr at import, before any log level has an effect, but a user's
@@ -42,9 +42,9 @@ def Dropped() -> Iterator[None]:
       os.dup2(saved, 2)
 
 
-def DroppedWithoutGpu() -> contextlib.AbstractContextManager[None]:
-  """Enters `Dropped` if the machine has no NVIDIA device: TensorFlow then reports an error of CUDA.
+def DropOutputWithoutGpu() -> contextlib.AbstractContextManager[None]:
+  """Enters `DropOutput` if the machine has no NVIDIA device.
 
-  For code that lets TensorFlow search for devices.
+  For code that lets TensorFlow search for devices: without one it reports an error of CUDA.
   """
-  return contextlib.nullcontext() if glob.glob('/dev/nvidia*') else Dropped()
+  return contextlib.nullcontext() if glob.glob('/dev/nvidia*') else DropOutput()

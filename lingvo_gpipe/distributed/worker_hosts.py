@@ -135,7 +135,7 @@ def Call(host: str, function: Callable[..., Any], *args: Any) -> Any:
   """
   if host != HERE:
     # A direct call would warn of frequent retracing, because a bundle has groups of many types.
-    traced = _Traced(host, function).get_concrete_function(*args)
+    traced = _MakeFunction(host, function).get_concrete_function(*args)
     with _GATE.Enter(traced):
       return traced(*args)
   with tf.device(HERE):
@@ -143,7 +143,7 @@ def Call(host: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 @functools.cache
-def _Traced(host: str, function: Callable[..., Any]) -> Any:
+def _MakeFunction(host: str, function: Callable[..., Any]) -> Any:
   """Returns a tf.function of this process that runs the function on the host.
 
   A call waits for the function's end and raises its errors. Single operations would queue on the
@@ -165,7 +165,7 @@ def CopyToHost(worker: str, variables: Sequence[Any]) -> list[tf.Tensor]:
   # Runs the whole function on the worker. A function of this process that calls it there would send
   # the results to this process.
   with tf.device(worker):
-    traced = _Traced(worker, _DeepCopies).get_concrete_function(variables)
+    traced = _MakeFunction(worker, _DeepCopies).get_concrete_function(variables)
     copies, done = traced(variables)
   done.numpy()
   return list(copies)

@@ -176,7 +176,7 @@ class Evaluation(DatasetPass):
     Raises:
       ValueError: the data set is empty, or its loss has no weight.
     """
-    metrics = self._runner.Evaluate(self._Limited())
+    metrics = self._runner.Evaluate(self._SampleBatches())
     if self._IsStopped(step):
       return None
     if not metrics:
@@ -215,7 +215,7 @@ class Evaluation(DatasetPass):
   def _Prefix(self) -> str:
     return 'eval'
 
-  def _Limited(self) -> Iterator[batches.AnyBatch]:
+  def _SampleBatches(self) -> Iterator[batches.AnyBatch]:
     """Yields the batches of the first `eval.samples_per_summary` examples; 0 means all examples."""
     num_examples = self._runner.task.params.eval.samples_per_summary
     if not num_examples:

@@ -39,7 +39,7 @@ class Decoding(dataset_pass.DatasetPass):
   def Run(self, step: int) -> dict[str, float] | None:
     """Decodes the data set, see `DatasetPass.Run`."""
     with self._runner.AveragedWeights():
-      columns = self._Decoded()
+      columns = self._DecodeExamples()
     if self._IsStopped(step):
       return None
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -57,7 +57,7 @@ class Decoding(dataset_pass.DatasetPass):
   def _Prefix(self) -> str:
     return 'decode'
 
-  def _Decoded(self) -> dict[str, list[Any]]:
+  def _DecodeExamples(self) -> dict[str, list[Any]]:
     """Returns {name: one entry per example} in data order, without rows of weight 0."""
     limit = self._runner.task.params.eval.decoder_samples_per_summary
     columns: dict[str, list[Any]] = {}

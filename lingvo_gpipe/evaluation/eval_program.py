@@ -59,7 +59,7 @@ class EvalProgress:
     """Number of parts of the work that are done, over all checkpoints."""
     return int(self._numbers.total)
 
-  def Undone(self, step: int, parts: Sequence[_Part]) -> Iterator[_Part]:
+  def PendingParts(self, step: int, parts: Sequence[_Part]) -> Iterator[_Part]:
     """Starts or continues the work on a checkpoint.
 
     Args:
@@ -121,7 +121,9 @@ class EvalProgram:
     self._checkpointer = checkpointer.Checkpointer(os.path.join(logdir, 'train'))
     self._chosen: checkpointer.CheckpointInfo | None = None
     if checkpoint != checkpoint_choice.LAST:
-      self._chosen = self._Unfinished() or checkpoint_choice.Find(self._checkpointer, checkpoint)
+      self._chosen = self._UnfinishedCheckpoint() or checkpoint_choice.Find(
+        self._checkpointer, checkpoint
+      )
     # Before weights are made for another model.
     for info in [self._chosen] if self._chosen else self._checkpointer.All()[-1:]:
       self._CheckParams(info)
@@ -165,7 +167,9 @@ class EvalProgram:
     if not self._prints_samples:
       self._Describe()
       return self._Follow()
-    info = self._chosen or self._Unfinished() or checkpoint_choice.Find(self._checkpointer)
+    info = (
+      self._chosen or self._UnfinishedCheckpoint() or checkpoint_choice.Find(self._checkpointer)
+    )
     self._Describe()
     if self._chosen is not None:
       self._Restore(info)
@@ -175,7 +179,7 @@ class EvalProgram:
     self._RunJobs(info.step)
     return self._stop.exit_status
 
-  def _Unfinished(self) -> checkpointer.CheckpointInfo | None:
+  def _UnfinishedCheckpoint(self) -> checkpointer.CheckpointInfo | None:
     """Returns the checkpoint on which an earlier process worked; None if it does not exist."""
     infos = self._checkpointer.All()
     return next((info for info in infos if info.step == self._progress.step), None)
@@ -274,7 +278,7 @@ class EvalProgram:
   def _RunJobs(self, step: int) -> None:
     """Runs the jobs, or their unfinished parts, on the restored checkpoint."""
     parts = [(job, part) for job in self._jobs for part in (self._Result, self._Sample)]
-    for job, part in self._progress.Undone(step, parts):
+    for job, part in self._progress.PendingParts(step, parts):
       try:
         is_done = part(step, job)
       except Exception as e:

@@ -94,7 +94,7 @@ class MultiTaskModel(model.BaseModel):
       path: self._Name(path) for task in self.tasks.values() for path in task.WeightSpecs()
     }
     self._CheckRules()
-    self.shared = self._Shared()
+    self.shared = self._SharedWeights()
 
   @property
   def task(self) -> task_lib.BaseTask:
@@ -275,7 +275,7 @@ class MultiTaskModel(model.BaseModel):
           'example shared.w'
         )
 
-  def _Shared(self) -> dict[str, dict[str, str]]:
+  def _SharedWeights(self) -> dict[str, dict[str, str]]:
     """Returns {name: {task: path}} for the weights that several tasks share.
 
     Raises:

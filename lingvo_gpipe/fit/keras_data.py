@@ -20,7 +20,7 @@ _METHODS = (
 )
 
 
-def Preprocessed(name: str) -> Callable[..., Any]:
+def PreprocessedMethod(name: str) -> Callable[..., Any]:
   """Returns the method of keras.Model of that name, for a `PipelinedModel`.
 
   It preprocesses its data if `model`, the model in the pipeline, is a task of KerasHub.

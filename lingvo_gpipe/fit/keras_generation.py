@@ -51,7 +51,7 @@ def Generate(
     inputs = keras.tree.map_structure(lambda x: x if x is None else tf.convert_to_tensor(x), inputs)
     return make_steps(inputs).Run(inputs, stop_token_ids)
 
-  with keras_variables.Replaced(model, generate_function=Run):
+  with keras_variables.ReplaceAttributes(model, generate_function=Run):
     return model.generate(*args, **kwargs)
 
 
@@ -78,7 +78,7 @@ class GenerationSteps:
 
   def Run(self, inputs: Any, stop_token_ids: Any) -> Any:
     """Returns the result of the model's `generate_step` for a batch."""
-    with keras_variables.Replaced(
+    with keras_variables.ReplaceAttributes(
       self._model, call_with_cache=self._Dispatch, _build_cache=self._fill
     ):
       return self._model.generate_step(inputs, stop_token_ids)

@@ -173,7 +173,7 @@ class KerasLoss:
       self._Trace(self._Function(Check), side, prime)
       self._CheckSums(side, batch_size)
       graph = self._Trace(self._divisors, side, prime)
-      if any(name.startswith(_OUTPUT) for name in keras_masks.Needed(graph.outputs)):
+      if any(name.startswith(_OUTPUT) for name in keras_masks.NeededOps(graph.outputs)):
         raise ValueError(
           'the mask of a loss depends on the predictions, so its size is not known before the '
           'forward; set num_micro_batches=1'
@@ -303,7 +303,7 @@ class KerasLoss:
   ) -> dict[str, weighted_loss.Metric]:
     """Returns the loss, and what it adds to the states of the metrics."""
     del theta
-    tensors = [keras_cell_layer.Attached(x) for x in outputs]
+    tensors = [keras_cell_layer.RestoreAttributes(x) for x in outputs]
     y_pred = self._graph.PackOutputs(tensors)
     if isinstance(y_pred, chunked_logits.SharedLogits):
       self._CheckSlices()
@@ -357,7 +357,10 @@ class KerasLoss:
     if not compiled.built:
       compiled(y, y_pred, sample_weight)
     losses = [x._replace(loss=functools.partial(run, x.loss)) for x in compiled._flat_losses]
-    with keras_variables.InBatches(), keras_variables.Replaced(compiled, _flat_losses=losses):
+    with (
+      keras_variables.InBatches(),
+      keras_variables.ReplaceAttributes(compiled, _flat_losses=losses),
+    ):
       loss = compiled(y, y_pred, sample_weight)  # Without the losses of layers.
     if loss is None:
       raise ValueError('compile() got no loss for any output')
@@ -387,7 +390,7 @@ class KerasLoss:
         hits = functools.partial(_Hits, logits=y_pred)
         in_chunks = [m for m in metrics.metrics if _TakesChunks(m)]
         for metric in in_chunks:
-          replaced.enter_context(keras_variables.Replaced(metric, _fn=hits))
+          replaced.enter_context(keras_variables.ReplaceAttributes(metric, _fn=hits))
         if len(in_chunks) < len(metrics.metrics):
           mask, y_pred = _Mask(y_pred), tf.convert_to_tensor(y_pred)
           if mask is not None:

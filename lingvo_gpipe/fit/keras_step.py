@@ -137,11 +137,13 @@ class KerasStep:
     self._sum.Add()
     # Stages hand on zeros in place of None, so the traces alone do not tell all.
     connected = engine.ConnectedPaths() & self._connected
-    with _ClippedByStage(optimizer) as clip_norm:
+    with _ClipByStage(optimizer) as clip_norm:
       gradients = self._Gradients(clip_norm, sums.sparse_gradients)
       is_compiled = engine.compiles_updates and _CanBeCompiled(optimizer)
-      updates = _Compiled(optimizer, self._updates) if is_compiled else _OneByOne(optimizer)
-      with _BesideInputs(), updates:
+      updates = (
+        _CompileUpdates(optimizer, self._updates) if is_compiled else _UpdateOneByOne(optimizer)
+      )
+      with _PlaceBesideInputs(), updates:
         pairs = self._variables.items()
         optimizer.apply_gradients(  # Keras's `train_step` calls it, and a user may override it.
           [(gradients[path] if path in connected else None, v) for path, v in pairs]
@@ -210,7 +212,7 @@ def Means(sums: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
   return {name: tf.math.divide_no_nan(s[0], s[1]) for name, s in sums.items()}
 
 
-def _BesideInputs() -> contextlib.AbstractContextManager[Any]:
+def _PlaceBesideInputs() -> contextlib.AbstractContextManager[Any]:
   """Places each operation without a device beside its largest input, while traced.
 
   TensorFlow would run them all on one device, to which every weight, slot and gradient travelled.
@@ -242,7 +244,7 @@ def _BesideInputs() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _OneByOne(optimizer: Any) -> Iterator[None]:
+def _UpdateOneByOne(optimizer: Any) -> Iterator[None]:
   """Lets each device update one weight after another, while traced.
 
   Otherwise it would hold the intermediate values of all updates at once, several times its weights.
@@ -260,7 +262,7 @@ def _OneByOne(optimizer: Any) -> Iterator[None]:
       update_step(gradient, variable, learning_rate)
       last[place] = variable.value().op
 
-  with keras_variables.Replaced(inner, update_step=UpdateStep):
+  with keras_variables.ReplaceAttributes(inner, update_step=UpdateStep):
     yield
 
 
@@ -271,7 +273,7 @@ def _CanBeCompiled(optimizer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _Compiled(optimizer: Any, compiled: _Updates) -> Iterator[None]:
+def _CompileUpdates(optimizer: Any, compiled: _Updates) -> Iterator[None]:
   """Lets XLA compile the updates of each device's weights as one function, while traced.
 
   Args:
@@ -288,7 +290,7 @@ def _Compiled(optimizer: Any, compiled: _Updates) -> Iterator[None]:
       del learning_rate
       by_device.setdefault(variable.device, []).append((gradient, variable))
 
-    with keras_variables.Replaced(inner, update_step=Wait):
+    with keras_variables.ReplaceAttributes(inner, update_step=Wait):
       update_all(gradients, variables, learning_rate)
     rate, count = tf.convert_to_tensor(learning_rate), tf.convert_to_tensor(inner._iterations)
     for device, pairs in by_device.items():
@@ -302,10 +304,10 @@ def _Compiled(optimizer: Any, compiled: _Updates) -> Iterator[None]:
         if {v.device for v in used} == {device}:
           compiled[key](*args)
         else:  # An optimizer with a variable for all weights, such as Nadam's product.
-          with _OneByOne(inner):
+          with _UpdateOneByOne(inner):
             compiled[key].python_function(*args)
 
-  with keras_variables.Replaced(inner, _backend_update_step=UpdateAll):
+  with keras_variables.ReplaceAttributes(inner, _backend_update_step=UpdateAll):
     yield
 
 
@@ -325,7 +327,7 @@ def _DeviceUpdate(optimizer: Any, variables: Sequence[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _ClippedByStage(optimizer: Any) -> Iterator[float | None]:
+def _ClipByStage(optimizer: Any) -> Iterator[float | None]:
   """Yields the global norm to clip to, and keeps the optimizer from clipping meanwhile.
 
   Keras would gather all gradients on one device. An optimizer that scales the loss, accumulates

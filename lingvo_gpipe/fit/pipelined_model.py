@@ -321,12 +321,12 @@ class PipelinedModel(keras.Model):
       inputs = keras.tree.map_structure(lambda t: tf.repeat(t[:1], num_rows, axis=0), inputs)
     return self._Place(_AsTensors(inputs)).generation
 
-  fit = keras_data.Preprocessed('fit')
-  evaluate = keras_data.Preprocessed('evaluate')
-  predict = keras_data.Preprocessed('predict')
-  train_on_batch = keras_data.Preprocessed('train_on_batch')
-  test_on_batch = keras_data.Preprocessed('test_on_batch')
-  predict_on_batch = keras_data.Preprocessed('predict_on_batch')
+  fit = keras_data.PreprocessedMethod('fit')
+  evaluate = keras_data.PreprocessedMethod('evaluate')
+  predict = keras_data.PreprocessedMethod('predict')
+  train_on_batch = keras_data.PreprocessedMethod('train_on_batch')
+  test_on_batch = keras_data.PreprocessedMethod('test_on_batch')
+  predict_on_batch = keras_data.PreprocessedMethod('predict_on_batch')
 
   def summary(self, *args: Any, **kwargs: Any) -> None:
     """Prints the summary of the model, and the stages once there was a batch."""

@@ -94,7 +94,7 @@ class PlacedModel:
     self.cells = tuple(keras_cells.Cut(self.graph))
     num_stages = settings.params.num_stages
     if len(self.cells) < num_stages:
-      self.graph = keras_graph.Opened(self.graph, num_stages)
+      self.graph = keras_graph.OpenLayers(self.graph, num_stages)
       self.cells = tuple(keras_cells.Cut(self.graph))
     self.step: keras_step.KerasStep | None = None
     args = self._Args(x)
@@ -355,7 +355,7 @@ class PlacedModel:
       predictions.setdefault(prediction, {})[part] = sums.pop(name)
     if predictions:
       outputs = [predictions[f'{keras_loss.PREDICTION}{i}'] for i in range(len(predictions))]
-      y_pred = self.graph.PackOutputs([keras_cell_layer.Attached(x) for x in outputs])
+      y_pred = self.graph.PackOutputs([keras_cell_layer.RestoreAttributes(x) for x in outputs])
       self._trainer._compile_metrics.update_state(side.y, y_pred, side.sample_weight)
     # Losses of layers may have another dtype than the loss.
     total = tf.add_n([tf.cast(x, tf.float64) for x in keras_step.Means(sums).values()])

@@ -181,7 +181,7 @@ def _Key(t: tf.Tensor) -> tuple[int, str]:
   return id(t.graph), t.name
 
 
-def _Checking(run: Callable[..., Any]) -> Callable[..., Any]:
+def _AddCheck(run: Callable[..., Any]) -> Callable[..., Any]:
   """Returns TensorFlow's function (f, args, kwargs) -> results of f, with the check."""
 
   @functools.wraps(run)
@@ -196,7 +196,7 @@ def _Checking(run: Callable[..., Any]) -> Callable[..., Any]:
       args = tf.nest.map_structure(tf.identity, args, expand_composites=True)
       with NewOperations() as operations:
         results, gradient = f(*args)
-      captures.captured.extend(_Captured(results, operations, captures.weights))
+      captures.captured.extend(_CapturedWeights(results, operations, captures.weights))
       return results, gradient
 
     return run(Checked, args, kwargs)
@@ -204,7 +204,7 @@ def _Checking(run: Callable[..., Any]) -> Callable[..., Any]:
   return Run
 
 
-def _Captured(
+def _CapturedWeights(
   results: Any, operations: Sequence[tf.Operation], weights: Mapping[Any, str]
 ) -> Iterator[str]:
   """Yields the names of the weights on which results depend by these operations alone."""
@@ -246,7 +246,7 @@ def _Effects(operations: Sequence[tf.Operation]) -> Iterator[tuple[Any, str]]:
     node = nodes.pop()
     effect = _EffectOf(graph, node.op)
     if effect == 'calls':
-      for name in _Called(node):
+      for name in _CalledFunctions(node):
         if name in functions:
           nodes += functions.pop(name).node_def
     # Recurrent networks of cuDNN draw only for dropout.
@@ -259,7 +259,7 @@ def _Functions(graph: tf.Graph) -> dict[str, Any]:
   return {f.signature.name: f for f in graph.as_graph_def().library.function}
 
 
-def _Called(node: Any) -> list[str]:
+def _CalledFunctions(node: Any) -> list[str]:
   """Returns the names of the functions that a NodeDef calls."""
   values = node.attr.values()
   return [f.name for value in values for f in (value.func, *value.list.func) if f.name]
@@ -286,4 +286,4 @@ def _Effect(op_def: Any) -> str:
   return ''
 
 
-custom_gradient._graph_mode_decorator = _Checking(custom_gradient._graph_mode_decorator)
+custom_gradient._graph_mode_decorator = _AddCheck(custom_gradient._graph_mode_decorator)

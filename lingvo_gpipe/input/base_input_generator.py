@@ -251,9 +251,9 @@ class BaseInputGenerator:
       dataset = dataset.prefetch(p.num_prefetch)
     options = tf.data.Options()
     options.deterministic = True
-    return self._Untuned(dataset.with_options(options))
+    return self._DisableTuner(dataset.with_options(options))
 
-  def _Untuned(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+  def _DisableTuner(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a data set whose iterators run without tf.data's tuner if there is nothing to tune.
 
     An iterator with a tuner may take up to a minute to end: TensorFlow wakes the tuner before it
@@ -398,7 +398,7 @@ class BaseInputGenerator:
 
   # Checks.
 
-  def _Where(self, param_name: str) -> str:
+  def _Context(self, param_name: str) -> str:
     """Returns the class, the name of the input and a param, to start a message."""
     name = f' {self.params.name!r}' if self.params.name else ''
     return f'{type(self).__name__}{name}: param {param_name}'
@@ -406,7 +406,7 @@ class BaseInputGenerator:
   def _CheckBatchSize(self) -> None:
     if not self.params.batch_size:
       raise ValueError(
-        f'{self._Where("batch_size")} is not set: set it to the number of examples in a batch'
+        f'{self._Context("batch_size")} is not set: set it to the number of examples in a batch'
       )
 
   def _CheckStart(self, start: int) -> int:

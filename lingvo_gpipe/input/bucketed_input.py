@@ -71,19 +71,19 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     bounds = self.params.bucket_upper_bound
     if not bounds:
       raise ValueError(
-        f'{self._Where("bucket_upper_bound")}: must be set, to a list such as [16, 32, 64]'
+        f'{self._Context("bucket_upper_bound")}: must be set, to a list such as [16, 32, 64]'
       )
     limits = self._limits
     if len(limits) != len(bounds):
       raise ValueError(
-        f'{self._Where("bucket_batch_limit")}: expected a positive integer, or one for each of the '
-        f'{len(bounds)} buckets of bucket_upper_bound, got {self.params.bucket_batch_limit!r}'
+        f'{self._Context("bucket_batch_limit")}: expected a positive integer, or one for each of '
+        f'the {len(bounds)} buckets of bucket_upper_bound, got {self.params.bucket_batch_limit!r}'
       )
 
   def _CheckBatchSize(self) -> None:
     if self.params.batch_size:
       raise ValueError(
-        f'{self._Where("batch_size")} has no effect, got {self.params.batch_size!r}: set '
+        f'{self._Context("batch_size")} has no effect, got {self.params.batch_size!r}: set '
         'bucket_batch_limit'
       )
 
@@ -186,7 +186,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
     if order.Position(first) != start:
       logging.warning(
         '%s: position %d is within a batch: resuming with the next batch, at %d. Were the buckets '
-        'changed?', self._Where('bucket_batch_limit'), start, order.Position(first),
+        'changed?', self._Context('bucket_batch_limit'), start, order.Position(first),
       )  # fmt: skip
 
     # Without AutoGraph an exception keeps its type and line.
@@ -201,7 +201,7 @@ class BucketedInput(base_input_generator.BaseInputGenerator):
       numbers = tf.data.Dataset.range(first, max(first, p.num_epochs * order.num_batches))
     else:
       numbers = tf.data.Dataset.counter(first, dtype=tf.int64)
-    return self._Untuned(numbers.map(RowsAt))
+    return self._DisableTuner(numbers.map(RowsAt))
 
   def Tensors(self) -> nested_map.NestedMap:
     """Returns the tensors that `Rows` takes, on this host."""

@@ -144,7 +144,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
     self.CheckComplete()
     self._CheckOperations()
     self._CheckSize()
-    with self._Explaining():
+    with self._ExplainErrors():
       self._CheckIterators()
 
   # Parts of the pipeline.
@@ -157,7 +157,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
     return None
 
   @contextlib.contextmanager
-  def _Explaining(self) -> Generator[None]:
+  def _ExplainErrors(self) -> Generator[None]:
     """Replaces errors by the result of `Explain`."""
     try:
       yield
@@ -213,7 +213,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
   @functools.cached_property
   def _example_spec(self) -> nested_map.NestedMap:
     """A run asks for it ten times, and each time the functions of a stream would be traced."""
-    with self._Explaining():
+    with self._ExplainErrors():
       spec: Any = self._Stream(tf.constant(0, tf.int64)).element_spec
     if not isinstance(spec, Mapping):
       raise ValueError(
@@ -256,7 +256,7 @@ class BaseStreamInput(base_input_generator.BaseInputGenerator):
     options.deterministic = True
     # A state fits the operations that really run, so these must be the operations of the code.
     options.experimental_optimization.apply_default_optimizations = False
-    return self._Untuned(rows.map(MakeBatch).with_options(options))
+    return self._DisableTuner(rows.map(MakeBatch).with_options(options))
 
   def _CheckOperations(self) -> None:
     """Raises ValueError if tf.data saves an operation without its complete state."""

@@ -62,7 +62,7 @@ class StreamIterator:
     except tf.errors.OutOfRangeError:
       raise StopIteration from None
     self.num_taken += 1
-    return self._Packed(values)
+    return self._Pack(values)
 
   def Map(self, function: Callable[[Any], Any]) -> Iterator[Any]:
     """Yields the result of a function of TensorFlow operations for each remaining element.
@@ -81,7 +81,7 @@ class StreamIterator:
         lambda: tf.raw_ops.OptionalGetValue(optional=element, **self._types),
         lambda: [tf.zeros(spec.shape, spec.dtype) for spec in self._flat],
       )
-      return has_value, function(self._Packed(values))
+      return has_value, function(self._Pack(values))
 
     while True:
       with tf.device(self._host):
@@ -133,7 +133,7 @@ class StreamIterator:
         resource_handle=self._handle, serialized=tf.io.parse_tensor(state, tf.variant)
       )
 
-  def _Packed(self, values: list[tf.Tensor]) -> Any:
+  def _Pack(self, values: list[tf.Tensor]) -> Any:
     return tf.nest.pack_sequence_as(self._dataset.element_spec, values)
 
 

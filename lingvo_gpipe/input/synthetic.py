@@ -136,7 +136,7 @@ class SyntheticRegressionInput(_SyntheticInput):
   def __init__(self, params: hyperparams.InstantiableParams):
     super().__init__(params)
     if not self.params.input_shape:
-      raise ValueError(f'{self._Where("input_shape")}: expected at least one size, got []')
+      raise ValueError(f'{self._Context("input_shape")}: expected at least one size, got []')
 
   @functools.cached_property
   def _rule(self) -> tuple[tf.Tensor, tf.Tensor]:

@@ -55,7 +55,7 @@ class EmbeddingLayer(_ShardedLayer):
     super().__init__(params)
     p = self.params
     if p.num_shards > 1:
-      shard = p.Copy().Set(vocab_size=_OfShard(self, p.vocab_size), num_shards=1)
+      shard = p.Copy().Set(vocab_size=_ShardSize(self, p.vocab_size), num_shards=1)
       self.CreateChildren('shards', [shard.Set(name='')] * p.num_shards)
       return
     init = weight_params.WeightInit.Gaussian(1.0 / math.sqrt(p.embedding_dim))
@@ -81,13 +81,13 @@ class EmbeddingLayer(_ShardedLayer):
       (vectors [batch, time, embedding_dim] in fprop_dtype, paddings, *extras).
     """
     if self.class_shards and not theta.shards:
-      return (self._Scaled(ids), paddings, *extras)
+      return (self._Scale(ids), paddings, *extras)
     _CheckIds(self.path, ids, paddings)
     return (self.EmbLookup(theta, ids), paddings, *extras)
 
   def EmbLookup(self, theta: nested_map.NestedMap, ids: tf.Tensor) -> tf.Tensor:
     """Returns the vectors [..., embedding_dim] of ids [...]."""
-    return self._Scaled(self.LookUp(theta, ids))
+    return self._Scale(self.LookUp(theta, ids))
 
   def LookUp(self, theta: nested_map.NestedMap, ids: tf.Tensor) -> tf.Tensor:
     """Returns the rows [..., embedding_dim] of ids [...].
@@ -106,12 +106,12 @@ class EmbeddingLayer(_ShardedLayer):
       parts.append(tf.where(is_here[..., tf.newaxis], rows, tf.zeros_like(rows)))
     return tf.add_n(parts)
 
-  def _Scaled(self, rows: tf.Tensor) -> tf.Tensor:
+  def _Scale(self, rows: tf.Tensor) -> tf.Tensor:
     p = self.params
     return rows * math.sqrt(p.embedding_dim) if p.scale_sqrt_depth else rows
 
 
-def _OfShard(layer: base_layer.BaseLayer, size: int) -> int:
+def _ShardSize(layer: base_layer.BaseLayer, size: int) -> int:
   """Returns the size of a shard; raises ValueError if shards are not equal."""
   num_shards = layer.params.num_shards
   if size % num_shards:
@@ -321,7 +321,7 @@ class _SoftmaxLayer(_ShardedLayer):
     if p.num_shards == 1:
       self._CreateWeights()
       return
-    of_shard = _OfShard(self, p.num_classes)
+    of_shard = _ShardSize(self, p.num_classes)
     shard = p.Copy().Set(name='', num_classes=of_shard, num_shards=1)
     sizes = [p.input_dim, of_shard], [p.input_dim, p.num_classes]
     shard.params_init = weight_params.ForPart(p.params_init, *sizes)

@@ -73,7 +73,7 @@ class Walk:
     """Returns the results that the next call on the stage's device waits for."""
     return [*self._last.get(s.device, []), *self._ending.get(s.device, [])]
 
-  def Offloaded(self, s: stage_lib.Stage, tensors: Any) -> None:
+  def AwaitOffload(self, s: stage_lib.Stage, tensors: Any) -> None:
     """Makes the call after the next one on the stage's device wait for tensors on the host."""
     self._copying.setdefault(s.device, []).extend(leaves.Tensors(tensors))
 
@@ -295,12 +295,14 @@ class Emission:
     self._TakeSparse(s, m, accumulated)
 
   def _Offload(self, s: stage_lib.Stage, m: int) -> None:
-    on_host = self._copies.Offload(self._Waiting(s, m), s.device, self._walk.Before(s))
-    self._walk.Offloaded(s, on_host)
+    on_host = self._copies.Offload(self._WaitingTensors(s, m), s.device, self._walk.Before(s))
+    self._walk.AwaitOffload(s, on_host)
     self._SetWaiting(s, m, on_host)
 
   def _Load(self, s: stage_lib.Stage, m: int) -> None:
-    self._SetWaiting(s, m, self._copies.Load(self._Waiting(s, m), s.device, self._walk.Before(s)))
+    self._SetWaiting(
+      s, m, self._copies.Load(self._WaitingTensors(s, m), s.device, self._walk.Before(s))
+    )
 
   # ---- parts of an action ------------------------------------------------------------------------
 
@@ -322,7 +324,7 @@ class Emission:
     self._walk.Done(s, result)
     return result
 
-  def _Waiting(self, s: stage_lib.Stage, m: int) -> Any:
+  def _WaitingTensors(self, s: stage_lib.Stage, m: int) -> Any:
     """Returns all tensors of a micro-batch that wait for its backward: x and the residuals."""
     return self._x[s.index, m], self._residuals[s.index, m]
 

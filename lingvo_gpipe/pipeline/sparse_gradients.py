@@ -134,14 +134,14 @@ class SparseGradients:
       (first, *_), *_ = of_path.values()
       shape = first.s.AllAccumulators()[first.leaf].shape.as_list()
       with tf.device(first.s.device):
-        rows = _Concat(x for path in of_path for x in self._OfPath(path, of_path[path]))
+        rows = _Concat(x for path in of_path for x in self._JoinUse(path, of_path[path]))
         joined[owner] = tf.IndexedSlices(rows.values, rows.indices, tf.constant(shape, tf.int64))
     for g in gradients:
       if g.owner in summed:
         emission.AddSparse(g.s, g.leaf, itertools.chain(*g.by_micro_batch))
     return joined
 
-  def _OfPath(self, path: str, gradients: Sequence[_Gradient]) -> list[tf.IndexedSlices]:
+  def _JoinUse(self, path: str, gradients: Sequence[_Gradient]) -> list[tf.IndexedSlices]:
     """Returns the gradients of one use of a table, over all micro-batches and replicas."""
     # Replicas and micro-batches are in the order of the examples.
     by_micro_batch = [_Concat(x) for g in gradients for x in g.by_micro_batch]
@@ -152,7 +152,7 @@ class SparseGradients:
       total = tf.add_n([x.values for x in by_micro_batch])
       return [tf.IndexedSlices(total, by_micro_batch[0].indices)]
     if is_constant and look_ups is _LookUps.CONSTANT_NUMBER:
-      return _Added(by_micro_batch)
+      return _AddRows(by_micro_batch)
     return by_micro_batch
 
   def _Measure(self, paths: Collection[str], args: Any) -> None:
@@ -202,7 +202,7 @@ class SparseGradients:
     return rows
 
 
-def _Added(gradients: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
+def _AddRows(gradients: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
   """Adds rows of equal position and index to the first gradient, and leaves zeros of them.
 
   Rows of other indices, which a micro-batch may have drawn at random, stay where they are.

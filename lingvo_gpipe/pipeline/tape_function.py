@@ -65,7 +65,7 @@ class TapeFunction:
 
     @tf.custom_gradient
     def Pipeline(*floats: tf.Tensor) -> Any:
-      forward_args = *_Unwatched(Nests(floats)), counter
+      forward_args = *_HideFromTapes(Nests(floats)), counter
       with failed_step.Locate(this._pipeline, lambda: this._Forward(*forward_args)):
         outputs, saved, sums = this._forward(*forward_args)
       whole.append(outputs)
@@ -120,7 +120,7 @@ def AsTensors(nest: Any) -> Any:
   return tf.nest.map_structure(lambda x: None if x is None else tf.convert_to_tensor(x), nest)
 
 
-def _Unwatched(nest: Any) -> Any:
+def _HideFromTapes(nest: Any) -> Any:
   """Returns the nest, hidden from the tapes of eager execution.
 
   An eager tape would differentiate every function that a watched tensor enters, although nobody

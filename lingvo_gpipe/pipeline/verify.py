@@ -183,18 +183,18 @@ def VerifyEngine(
   fixed = [v for s in engine.holders for v in tf.nest.flatten(s.variables) if not v.trainable]
   saved = [v.numpy() for v in fixed]
 
-  def Restored(run: Callable[[], Any]) -> Any:
+  def RunAndRestore(run: Callable[[], Any]) -> Any:
     try:
       return run()
     finally:
       for variable, value in zip(fixed, saved, strict=True):
         variable.assign(value)
 
-  loss, announced, grads = Restored(lambda: _Pipelined(engine, micro_batches, step))
+  loss, announced, grads = RunAndRestore(lambda: _RunPipeline(engine, micro_batches, step))
   reference = _Reference(engine, loss_fn)
-  loss0, returned, grads0 = Restored(lambda: reference.Train(micro_batches, step))
-  in_pieces = Restored(lambda: reference.Evaluate(micro_batches))
-  at_once = Restored(lambda: reference.Evaluate([micro_batch.MicroBatch(*whole)]))
+  loss0, returned, grads0 = RunAndRestore(lambda: reference.Train(micro_batches, step))
+  in_pieces = RunAndRestore(lambda: reference.Evaluate(micro_batches))
+  at_once = RunAndRestore(lambda: reference.Evaluate([micro_batch.MicroBatch(*whole)]))
   norm = float(np.sqrt(sum(np.sum(np.square(g)) for g in grads0.values())))
   return Report(
     dtype=dtype,
@@ -223,7 +223,7 @@ def _ComputeDtype(engine: engine_lib.PipelineEngine) -> str:
   return 'float32' if 'float32' in dtypes else 'float64'
 
 
-def _Pipelined(
+def _RunPipeline(
   engine: engine_lib.PipelineEngine,
   micro_batches: Sequence[micro_batch.MicroBatch],
   step: int,

@@ -154,7 +154,7 @@ class Placement:
     iterator = parts()
 
     def ReadNext() -> batches.PlacedBatch:
-      return self._Checked(next(iterator))
+      return self._MakeBatch(next(iterator))
 
     numbers = itertools.count() if num_batches is None else iter(range(num_batches))
     if next(numbers, None) is None:
@@ -192,13 +192,13 @@ class Placement:
       return parts
 
     for parts in stream.Map(Parts):
-      read = self._Checked(parts)
+      read = self._MakeBatch(parts)
       heartbeat.Step(heartbeat.READ)
       yield read
       heartbeat.Begin(heartbeat.READ)
     heartbeat.Step(heartbeat.READ)
 
-  def _Checked(self, parts: _Parts) -> batches.PlacedBatch:
+  def _MakeBatch(self, parts: _Parts) -> batches.PlacedBatch:
     batch = batches.PlacedBatch(*zip(*parts, strict=True))
     for share, _, view in self.Views(batch):
       with tf.device(share.last):

@@ -94,7 +94,7 @@ class TrainRunner(eval_runner.EvalRunner):
     self._replicas = replica_update.ReplicaUpdate(self.learner, self.engine, train, shared)
     self._ema: ema.ExponentialMovingAverage | None = None
     if train.ema_decay:
-      self._ema = ema.ExponentialMovingAverage(train.ema_decay, self._Averaged(), shared)
+      self._ema = ema.ExponentialMovingAverage(train.ema_decay, self._AveragedVariables(), shared)
     self._train_step = tf.function(self._TrainStep, autograph=False)
     self._clear = tf.function(self.engine.ClearAccumulators, autograph=False)
     self._accumulate = tf.function(self._Accumulate, autograph=False)
@@ -152,7 +152,7 @@ class TrainRunner(eval_runner.EvalRunner):
     finally:
       self.engine.SyncReplicas()
 
-  def _Averaged(self) -> dict[str, tf.Variable]:
+  def _AveragedVariables(self) -> dict[str, tf.Variable]:
     """Returns the variables to average: trained weights and, if asked for, moving statistics."""
     averaged = self.engine.trained
     if self.task.params.train.ema_decay_moving_vars:

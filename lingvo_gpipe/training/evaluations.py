@@ -68,5 +68,5 @@ class Evaluations(callback.StepHook):
     if not passes.during_training or not passes.IsDue(step.number, at_end=at_end):
       return
     if self._stop.signal is None:
-      with self._line.Paused('evaluating'):
+      with self._line.Pause('evaluating'):
         self.Run(step, at_end=at_end)

@@ -96,7 +96,7 @@ def _Memory(cuts: Mapping[str, cut_lib.Cut], devices: cluster.Cluster) -> str:
     activations = list(map(max, activations, needed))
   rows = ''.join(
     f'<tr><td>{report_page.Escape(name.removeprefix(_LOCAL))}</td>'
-    f'<td>{_MiB(state[i % width] + activations[i % width])}</td><td>{_Measured(name)}</td></tr>'
+    f'<td>{_MiB(state[i % width] + activations[i % width])}</td><td>{_MeasuredPeak(name)}</td></tr>'
     for i, name in enumerate(devices.devices)
   )
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -110,7 +110,7 @@ def _Memory(cuts: Mapping[str, cut_lib.Cut], devices: cluster.Cluster) -> str:
   )
 
 
-def _Measured(device: str) -> str:
+def _MeasuredPeak(device: str) -> str:
   try:
     peak = tf.config.experimental.get_memory_info(device)['peak']
   except (ValueError, tf.errors.OpError):  # A device of a worker.

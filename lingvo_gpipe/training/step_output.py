@@ -85,7 +85,7 @@ class ProgressLine(callback.StepHook):
     else:
       self._line.Print(text)
 
-  def Paused(self, reason: str) -> contextlib.AbstractContextManager[None]:
+  def Pause(self, reason: str) -> contextlib.AbstractContextManager[None]:
     """Shows a reason in place of the rate, which does not count the time in the context."""
     return contextlib.nullcontext() if self._line is None else self._line.Pause(reason)
 

@@ -279,7 +279,7 @@ class TrainProgram:
       values = self._TrainBatch(step.number + 1, batch)
       if values is None:  # The update waits for more mini-batches.
         continue
-      step = self._FinishedStep(step.number + 1, values)
+      step = self._CountStep(step.number + 1, values)
       for hook in self._hooks:
         # A signal or the limit of time may come meanwhile, and hooks may end the training.
         step.end_reason = step.end_reason or self._EndReason(step.number)
@@ -301,7 +301,7 @@ class TrainProgram:
     self._data.append(batch)
     return values
 
-  def _FinishedStep(self, number: int, values: Mapping[str, float]) -> callback.Step:
+  def _CountStep(self, number: int, values: Mapping[str, float]) -> callback.Step:
     """Counts the step of the mini-batches that were trained."""
     data, self._data = self._data, []
     task_name = self._model.TaskAtStep(number - 1)

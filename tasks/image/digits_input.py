@@ -52,7 +52,7 @@ class DigitsInput(image_input.ImageInput):
     p = self.params
     if (p.image_size, p.num_channels) != (IMAGE_SIZE, NUM_CHANNELS):
       raise ValueError(
-        f'{self._Where("image_size")}: the digits have {IMAGE_SIZE}x{IMAGE_SIZE} pixels of '
+        f'{self._Context("image_size")}: the digits have {IMAGE_SIZE}x{IMAGE_SIZE} pixels of '
         f'{NUM_CHANNELS} channel, got {p.image_size} and {p.num_channels}'
       )
 

@@ -36,8 +36,8 @@ class _StdlibFiles(base_input_generator.BaseInputGenerator):
     p = self.params
     if p.file_pattern:
       raise ValueError(
-        f'{self._Where("file_pattern")} has no effect here, got {p.file_pattern!r}: use split, or '
-        'TextBytesInput or TextFilesInput for your own files'
+        f'{self._Context("file_pattern")} has no effect here, got {p.file_pattern!r}: use split, '
+        'or TextBytesInput or TextFilesInput for your own files'
       )
 
   def Files(self) -> list[str]:
@@ -59,7 +59,7 @@ class _StdlibFiles(base_input_generator.BaseInputGenerator):
     files = [name for name in names if GetSplit(name) == split]
     if not files:
       raise ValueError(
-        f'{self._Where("split")}: none of the {len(names)} files below {root!r} is in {split!r}'
+        f'{self._Context("split")}: none of the {len(names)} files below {root!r} is in {split!r}'
       )
     return [os.path.join(root, *name.split('/')) for name in files]
 

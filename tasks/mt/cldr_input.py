@@ -109,7 +109,7 @@ class CldrInput(parallel_text.ParallelText):
     for name, codes in (('languages', languages), ('max_names', p.max_names)):
       if unknown := sorted(set(codes) - set(known)):
         raise ValueError(
-          f'{self._Where(name)}: {", ".join(unknown)} are not among the {len(known)} languages '
+          f'{self._Context(name)}: {", ".join(unknown)} are not among the {len(known)} languages '
           f'with min_names {p.min_names}: {" ".join(known)}'
         )
     return languages

@@ -112,7 +112,7 @@ _MAKERS = {
 def testTextDistinguishesObjects(make):
   assert literals.WriteValue(make(2)) == literals.WriteValue(make(2))
   assert literals.WriteValue([make(2)]) != literals.WriteValue([make(3)])
-  assert literals.Unwritten(make(2)) == []
+  assert literals.UnwrittenClasses(make(2)) == []
 
 
 def testTextIsTheSameInEveryProcess():
@@ -146,12 +146,12 @@ def testUnknownClassesAreNamed():
 
   name, local = f'{__name__}.{Local.__qualname__}', Local()
   for value in (local, [1, {'a': local}], local.Method, lambda x: local, lambda x, y=local: x):
-    assert literals.Unwritten(value) == [name]
-  assert literals.Unwritten(threading.Event()) == ['threading.Event']
+    assert literals.UnwrittenClasses(value) == [name]
+  assert literals.UnwrittenClasses(threading.Event()) == ['threading.Event']
   cycle = []
   cycle.append(cycle)
-  assert literals.Unwritten(lambda x: cycle)[0].startswith('type/')
-  assert literals.Unwritten([1, 'a', Level.LOW, Local, len]) == []
+  assert literals.UnwrittenClasses(lambda x: cycle)[0].startswith('type/')
+  assert literals.UnwrittenClasses([1, 'a', Level.LOW, Local, len]) == []
 
 
 @pytest.mark.parametrize('make', _MAKERS.values(), ids=_MAKERS)
@@ -182,7 +182,7 @@ def testTensorsAreDistinguished():
 
   @tf.function
   def Trace(x):
-    assert literals.Unwritten(x) and literals.WriteValue(x).endswith('Tensor>')
+    assert literals.UnwrittenClasses(x) and literals.WriteValue(x).endswith('Tensor>')
 
   Trace(tf.constant(1))
 

@@ -12,7 +12,7 @@ from lingvo_gpipe.distributed import native_output
 
 def _Print(capfd, error=None):
   try:
-    with native_output.Dropped():
+    with native_output.DropOutput():
       os.write(2, b'native\n')
       print('logged', file=logging.get_absl_handler().python_handler.stream, flush=True)
       if error:

@@ -286,7 +286,7 @@ def testAnEvaluatorLogsTheCheckpointItResumes(monkeypatch, once, checkpoint, exp
   flags = types.SimpleNamespace(once=once, checkpoint=checkpoint)
   monkeypatch.setattr(evaluator, 'FLAGS', flags)
   progress = eval_program.EvalProgress()
-  next(progress.Undone(3, ['result']))
+  next(progress.PendingParts(3, ['result']))
   assert evaluator._DescribeStart(progress) == expected
 
 

@@ -123,7 +123,7 @@ def testMemoryOfAnAcceleratorComesFromItsAllocator(monkeypatch, capsys):
     return {'current': 100, 'peak': 100 + (1.5, 3)[index] * predicted}
 
   monkeypatch.setattr(checks.train_runner, 'TrainRunner', Runner)
-  monkeypatch.setattr(checks, '_Allocated', Allocated)
+  monkeypatch.setattr(checks, '_AllocatedBytes', Allocated)
   place = checks.Place('cpu', '')
   place.cluster = checks.cluster.Cluster.Create(2, platform='cpu')
   checks.CHECKS['memory'][0](place)

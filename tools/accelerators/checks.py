@@ -211,11 +211,11 @@ def _Memory(place: Place) -> None:
       tf.config.experimental.reset_memory_stats(_Short(device))
     spec = batch.Transform(lambda x: tf.TensorSpec(x.shape, x.dtype))
     runner = train_runner.TrainRunner(task, place.devices, spec)
-    before = [_Allocated(device)['current'] for device in place.devices]
+    before = [_AllocatedBytes(device)['current'] for device in place.devices]
     for _ in range(2):
       runner.TrainStep(batch)
     for k, device in enumerate(place.devices):
-      measured = _Allocated(device)['peak'] - before[k]
+      measured = _AllocatedBytes(device)['peak'] - before[k]
       predicted = runner.cut.memory[k].activations
       _ReportMemory(f'{policy} {_Short(device)}', predicted / 2**20, measured / 2**20)
 
@@ -235,7 +235,7 @@ def _Short(device: str) -> str:
   return ':'.join(device.rsplit(':', 2)[-2:])
 
 
-def _Allocated(device: str) -> dict[str, int]:
+def _AllocatedBytes(device: str) -> dict[str, int]:
   """Returns the bytes that the allocator of an accelerator holds: `current` and `peak`."""
   info: dict[str, int] = tf.config.experimental.get_memory_info(_Short(device))
   return info

@@ -21,14 +21,14 @@ def IsThere() -> bool:
   return shutil.which(_COMMAND[0]) is not None
 
 
-def Sent() -> dict[tuple[int, int], int]:
+def SentBytes() -> dict[tuple[int, int], int]:
   """Returns {(sender, receiver): bytes} of open connections, without headers."""
   done = subprocess.run(_COMMAND, capture_output=True, text=True, check=True, timeout=60)
   return Parse(done.stdout)
 
 
 def Parse(text: str) -> dict[tuple[int, int], int]:
-  """Parses the output of `ss` for `Sent`; ignores connections of other users' processes."""
+  """Parses the output of `ss` for `SentBytes`; ignores connections of other users' processes."""
   ends: dict[tuple[str, str], tuple[int, int]] = {}
   for line in text.replace('\n\t', ' ').splitlines():
     if socket := _SOCKET.match(line):
@@ -46,5 +46,5 @@ def Parse(text: str) -> dict[tuple[int, int], int]:
 def Difference(
   after: Mapping[tuple[int, int], int], before: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], int]:
-  """Returns the bytes sent between two calls of `Sent`."""
+  """Returns the bytes sent between two calls of `SentBytes`."""
   return {ends: num_bytes - before.get(ends, 0) for ends, num_bytes in after.items()}

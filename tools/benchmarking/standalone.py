@@ -163,25 +163,25 @@ def _Actions(
     last = s is engine.stages[-1]
     calls.append(_Calls(engine, s, x, side if last else None, loss_weight, 'B' in kinds))
     if not last:
-      y = _Once(calls[-1], 'F')[0]
+      y = _RunOnce(calls[-1], 'F')[0]
       x = nested_map.NestedMap(args=sequential.AsTuple(y.args), skips=y.skips)
   times: dict[str, list[tuple[list[float], list[float]]]] = {}
   dy = None
   for c in reversed(calls):
     c.dy = dy
     is_fused = 'V' in kinds and c is calls[-1]
-    for kind in _Measured(engine, kinds):
+    for kind in _MeasuredKinds(engine, kinds):
       samples = ([0.0], [0.0])
       if (kind == 'V') == is_fused and c.stage.HasAction(schedules.Kind(kind.upper())):
         samples = _Time(functools.partial(c.Run, kind), c.stage.device, repeats)
       times.setdefault(kind, []).insert(0, samples)
     if c.stage.needs_dx:
       backward = next(kind for kind in 'VBI' if kind in kinds and (kind != 'V' or is_fused))
-      dy = _Once(c, backward)[0]
+      dy = _RunOnce(c, backward)[0]
   return times
 
 
-def _Measured(engine: engine_lib.PipelineEngine, kinds: Collection[str]) -> list[str]:
+def _MeasuredKinds(engine: engine_lib.PipelineEngine, kinds: Collection[str]) -> list[str]:
   letters = sorted(kinds)
   policies = [rematerialisation.OfStage(engine.remat_policy, s.index) for s in engine.stages]
   if 'except_last' in policies:
@@ -234,23 +234,23 @@ class _Calls:
       return (self._keeper if self._keeps else self._functions).Forward(call)
     if kind == 'V':
       return self._functions.ForwardBackward(call, accumulators)
-    residuals = self._Kept() if self._keeps or kind.islower() else None
+    residuals = self._Residuals() if self._keeps or kind.islower() else None
     if kind in 'Bb':
       functions = self._functions if residuals is None else self._keeper
       return functions.Backward(call, accumulators, residuals, self.dy)
     if kind in 'Ii':
       return self._split.InputGradient(call, residuals, self.dy)
-    for_weights = self._ForWeights('i' if kind == 'w' else 'I')
+    for_weights = self._WeightResiduals('i' if kind == 'w' else 'I')
     return self._split.WeightGradient(call, accumulators, residuals, self.dy, for_weights)
 
-  def _ForWeights(self, kind: str) -> list[tf.Tensor]:
+  def _WeightResiduals(self, kind: str) -> list[tf.Tensor]:
     """Returns the result of I or i that W needs, computed once and not timed."""
     if kind not in self._for_weights:
       with tf.init_scope():
-        self._for_weights[kind] = _Once(self, kind)[1] if self.stage.needs_dx else []
+        self._for_weights[kind] = _RunOnce(self, kind)[1] if self.stage.needs_dx else []
     return self._for_weights[kind]
 
-  def _Kept(self) -> Any:
+  def _Residuals(self) -> Any:
     """Returns the residuals of a forward, computed once and not timed."""
     if self._kept is None:
       with tf.init_scope(), tf.device(self.stage.device):
@@ -265,7 +265,7 @@ def _Functions(
   return engine.functions.For(s, recompute, do_eval=False, with_loss=True)
 
 
-def _Once(calls: _Calls, kind: str) -> Any:
+def _RunOnce(calls: _Calls, kind: str) -> Any:
   """Returns the results of one action, run in a graph so that XLA does not compile it again."""
   return tf.function(lambda: calls.Run(kind), autograph=False)()
 
@@ -291,25 +291,25 @@ def _Time(
 
   One measurement runs short calls several times.
   """
-  number, run = 1, _Repeated(call, device, 1)
+  number, run = 1, _Repeat(call, device, 1)
   run()
   if (once := _Seconds(run)) < _SECONDS and max_calls > 1:
     number = min(max_calls, max(2, round(_SECONDS / once)))
-    run = _Repeated(call, device, number)
+    run = _Repeat(call, device, number)
     run()
 
-  def Measured() -> list[float]:
+  def Samples() -> list[float]:
     samples: list[float] = []
     while len(samples) < repeats and number * sum(samples) < _MAX_SECONDS:
       samples.append(_Seconds(run) / number)
     return samples
 
   with _OneCore():
-    on_one = Measured()
-  return on_one, Measured() if len(os.sched_getaffinity(0)) > 1 else on_one
+    on_one = Samples()
+  return on_one, Samples() if len(os.sched_getaffinity(0)) > 1 else on_one
 
 
-def _Repeated(call: Callable[[], Any], device: str, number: int) -> Callable[[], Any]:
+def _Repeat(call: Callable[[], Any], device: str, number: int) -> Callable[[], Any]:
   """Returns a function that makes the call `number` times, one after another."""
 
   @tf.function(autograph=False)

@@ -121,13 +121,13 @@ def Measure(trial: Trial) -> dict[str, Any]:
       values = run.TrainStep(next(batches))
     assert values is not None
     steps: list[float] = []
-    before = socket_bytes.Sent() if counts else {}
+    before = socket_bytes.SentBytes() if counts else {}
     while len(steps) < trial.repeats or (sum(steps) < trial.seconds and len(steps) < _MAX_STEPS):
       batch = next(batches)
       start = time.perf_counter()
       run.TrainStep(batch)
       steps.append(time.perf_counter() - start)
-    after = socket_bytes.Sent() if counts else {}
+    after = socket_bytes.SentBytes() if counts else {}
     sent = {False: 0, True: 0}
     for ends, num_bytes in socket_bytes.Difference(after, before).items():
       if set(ends) <= set(processes):

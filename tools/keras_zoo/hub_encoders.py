@@ -364,7 +364,7 @@ _FLUX = {
 }
 
 
-def _Refused(make: Callable[[], Any]) -> Any:
+def _MakePipeline(make: Callable[[], Any]) -> Any:
   """Makes a pipeline at once: plain Keras would not train these models by a squared error."""
   return PipelinedModel(make(), 1)
 
@@ -476,7 +476,7 @@ _TRANSFORMERS = [
   Case('CLIP', _Clip, **_PAIRS),
   Case('CLIP, images', lambda: keras_hub.models.CLIPVisionEncoder(**_CLIP_VISION)),
   Case('CLIP, texts', lambda: keras_hub.models.CLIPTextEncoder(**_CLIP_TEXT)),
-  Case('SigLIP', functools.partial(_Refused, _SigLip), refused='overrides compute_loss'),
+  Case('SigLIP', functools.partial(_MakePipeline, _SigLip), refused='overrides compute_loss'),
   Case('SigLIP, images', lambda: keras_hub.models.SigLIPVisionEncoder(**_CLIP_VISION)),
   Case('SigLIP, texts', lambda: keras_hub.models.SigLIPTextEncoder(**_CLIP_TEXT)),
   _Case('PaliGemma', 'PaliGemma', _PALI_GEMMA),
@@ -513,13 +513,13 @@ _CONVOLUTIONS = [
   Case('RetinaNet', _RetinaNet, **_STATISTICS),
   Case(
     'RetinaNet, detector',
-    functools.partial(_Refused, _RetinaNetDetector),
+    functools.partial(_MakePipeline, _RetinaNetDetector),
     refused='overrides predict_step',
   ),
   Case('D-FINE', _DFine, **_STATISTICS),
   Case(
     'D-FINE, detector',
-    functools.partial(_Refused, _DFineDetector),
+    functools.partial(_MakePipeline, _DFineDetector),
     refused='overrides predict_step',
   ),
 ]

@@ -68,14 +68,14 @@ class Experiment:
 
   def _SpecsOf(self, size: int) -> tuple[Any, ...]:
     """Returns the specs of the pipeline's inputs for `size` examples."""
-    return _OfSize(tuple(self._specs), size, self._batch_dim)
+    return _Resize(tuple(self._specs), size, self._batch_dim)
 
   def _SideSpecsOf(self, size: int) -> Any:
     """Returns the specs of the loss's inputs other than the outputs."""
     assert self.model.input is not None
     traced = tf.function(self.model.task.LossInputs, autograph=False)
     specs = traced.get_concrete_function(self.model.input.BatchSpec()).structured_outputs
-    return _OfSize(specs, size, 0)
+    return _Resize(specs, size, 0)
 
   def _Metrics(self, theta: Any, outputs: tuple[Any, ...], side: Any) -> dict[str, Any]:
     """Computes the loss as in the last stage."""
@@ -176,14 +176,14 @@ class Experiment:
     return shlex.join(parts)
 
 
-def _OfSize(specs: Any, size: int, dim: int) -> Any:
+def _Resize(specs: Any, size: int, dim: int) -> Any:
   """Returns the specs with `size` examples in dimension `dim`."""
 
-  def Changed(spec: Any) -> Any:
+  def Change(spec: Any) -> Any:
     if spec is None:
       return None
     shape = list(spec.shape)
     shape[dim] = size
     return tf.TensorSpec(shape, spec.dtype)
 
-  return tf.nest.map_structure(Changed, specs)
+  return tf.nest.map_structure(Change, specs)

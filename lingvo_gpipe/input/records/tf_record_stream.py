@@ -53,7 +53,7 @@ class TfRecordStream(stream_input.BaseStreamInput):
     """See the base class; names the damaged file and record."""
     if isinstance(error, tf.errors.DataLossError):
       is_skipped = self.params.damaged_records == 'skip'
-      context = '' if is_skipped else self._Where('damaged_records')
+      context = '' if is_skipped else self._Context('damaged_records')
       try:
         tf_records.RaiseDamage(itertools.filterfalse(tf_records.IsIntact, self._files), context)
       except ValueError as e:
@@ -102,7 +102,7 @@ class TfRecordStream(stream_input.BaseStreamInput):
 
   @functools.cached_property
   def _files(self) -> list[str]:
-    return file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
+    return file_pattern.Files(self.params.file_pattern, self._Context('file_pattern'))
 
   @functools.cached_property
   def _parts(self) -> list[tuple[list[tuple[int, int]], int]]:
@@ -110,7 +110,7 @@ class TfRecordStream(stream_input.BaseStreamInput):
     if self.params.damaged_records == 'stop':
       for path in filter(tf_records.IsOnThisMachine, self._files):
         heartbeat.SuspendTimeout()  # Reading many records is slow, not hung: suspend the timeout.
-        tf_records.RecordOffsets(path, self._Where('damaged_records'))
+        tf_records.RecordOffsets(path, self._Context('damaged_records'))
       return [([(0, -1)], 0)] * len(self._files)
     with tf.init_scope():  # Run now, not in the graph of a pipeline.
       return [tf_records.IntactRanges(path) for path in self._files]

@@ -222,7 +222,7 @@ def _Records(path: str, context: str, damaged: str) -> Iterator[tuple[int, bytes
   parts = tf.data.Dataset.counter().flat_map(lambda _: _DatasetFrom(path, first_byte.read_value()))
   options = tf.data.Options()
   options.experimental_optimization.apply_default_optimizations = False  # They read ahead.
-  # With a tuner the end of the iterator may wait, see BaseInputGenerator._Untuned.
+  # With a tuner the end of the iterator may wait, see BaseInputGenerator._DisableTuner.
   options.autotune.enabled = False
   records = parts.with_options(options).as_numpy_iterator()
   heartbeat.SuspendTimeout()

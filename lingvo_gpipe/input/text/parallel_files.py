@@ -36,14 +36,14 @@ class _ParallelFiles(parallel_text.ParallelText):
 
   def _Files(self) -> list[tuple[list[str], str]]:
     """Returns for each file the known languages of its pairs, and its path."""
-    paths = file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
+    paths = file_pattern.Files(self.params.file_pattern, self._Context('file_pattern'))
     return [([], path) for path in paths]
 
   _version: tuple[int, ...] = ()  # Version of the code that reads the files.
 
   def _FilesParam(self, languages: list[str]) -> str:
     """Returns the param that names a file, for messages; by the known languages of its pairs."""
-    return self._Where('pair_files' if languages else 'file_pattern')
+    return self._Context('pair_files' if languages else 'file_pattern')
 
   def _SourceParts(self) -> list[Any]:
     return [type(self).__name__, *self._version] + [
@@ -77,7 +77,7 @@ class TsvPairs(_ParallelFiles):
     p = self.params
     files = super()._Files() if p.file_pattern or not p.pair_files else []
     for source, target, pattern in p.pair_files:
-      paths = file_pattern.Files(pattern, self._Where('pair_files'))
+      paths = file_pattern.Files(pattern, self._Context('pair_files'))
       files += [([source, target], path) for path in paths]
     return files
 
@@ -116,7 +116,7 @@ class TfRecordPairs(_ParallelFiles):
     return super()._SourceParts() + skips
 
   def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
-    policy, name = self.params.damaged_records, self._Where('damaged_records')
+    policy, name = self.params.damaged_records, self._Context('damaged_records')
     num_damaged = 0
     for _, path in self._Files():
       for number, record in tf_records.Records(path, name, policy):

@@ -91,7 +91,7 @@ class ParallelText(bucketed_input.BucketedInput):
     p = self.params
     if p.num_fake_examples and p.vocab_size <= _FIRST_TEXT_ID:
       raise ValueError(
-        f'{self._Where("num_fake_examples")} needs a vocab_size above {_FIRST_TEXT_ID}, '
+        f'{self._Context("num_fake_examples")} needs a vocab_size above {_FIRST_TEXT_ID}, '
         f'got {p.vocab_size}'
       )
 
@@ -112,7 +112,7 @@ class ParallelText(bucketed_input.BucketedInput):
     """The vocabulary of both sides; ValueError if it is missing or too large."""
     p = self.params
     return sentencepiece_tokenizer.Load(
-      p.vocab_filepath, p.vocab_size, self._Where('vocab_filepath')
+      p.vocab_filepath, p.vocab_size, self._Context('vocab_filepath')
     )
 
   @property
@@ -246,7 +246,7 @@ class ParallelText(bucketed_input.BucketedInput):
         missing.append(symbol)
     if missing:
       raise ValueError(
-        f'{self._Where("target_language_token")}: the vocabulary {p.vocab_filepath!r} lacks the '
+        f'{self._Context("target_language_token")}: the vocabulary {p.vocab_filepath!r} lacks the '
         f'symbols {", ".join(missing)}: train it again by `python -m tools.train_sentencepiece` '
         f'with --control_symbols={",".join(missing)}'
       )

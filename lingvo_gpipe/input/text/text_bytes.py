@@ -67,7 +67,7 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
     Raises:
       ValueError: `p.file_pattern` is not set or matches no file.
     """
-    return file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
+    return file_pattern.Files(self.params.file_pattern, self._Context('file_pattern'))
 
   def DocumentName(self, path: str) -> str:
     """Returns the name of a file for the fingerprint; it must not depend on the machine."""
@@ -103,7 +103,7 @@ class TextBytesInput(base_input_generator.BaseInputGenerator):
     documents = []
     paths = self.Files()
     for path in paths:
-      content = files.ReadBytes(path, self._Where('file_pattern'))
+      content = files.ReadBytes(path, self._Context('file_pattern'))
       documents.append((self.DocumentName(path), len(content)))
       text_after_separator += separator + content
       if limit and len(text_after_separator) > limit:

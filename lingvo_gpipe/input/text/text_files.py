@@ -38,14 +38,14 @@ class TextFilesInput(text_tokens.TextTokensInput):
     Raises:
       ValueError: `p.file_pattern` is not set or matches no file.
     """
-    return file_pattern.Files(self.params.file_pattern, self._Where('file_pattern'))
+    return file_pattern.Files(self.params.file_pattern, self._Context('file_pattern'))
 
   def DocumentName(self, path: str) -> str:
     """Returns the name of a file for the key of the cache; it may omit the folder."""
     return os.path.basename(path)
 
   def _Documents(self) -> Iterator[str]:
-    context = self._Where('file_pattern')
+    context = self._Context('file_pattern')
     for path in self.Files():
       if self.params.documents == 'lines':
         yield from file_pattern.Lines(path, context)
@@ -54,7 +54,7 @@ class TextFilesInput(text_tokens.TextTokensInput):
 
   def _FileText(self, content: bytes, path: str) -> str:
     """Decodes a file that is a document; override it for files that are not in UTF-8."""
-    return text_file.Decode(content, path, self._Where('file_pattern'))
+    return text_file.Decode(content, path, self._Context('file_pattern'))
 
   def _SourceParts(self) -> list[Any]:
     version = [file_pattern.LINES_VERSION] if self.params.documents == 'lines' else []
@@ -63,5 +63,5 @@ class TextFilesInput(text_tokens.TextTokensInput):
   @functools.cached_property
   def _digests(self) -> list[tuple[str, str]]:
     """Name and SHA-256 of each file."""
-    context = self._Where('file_pattern')
+    context = self._Context('file_pattern')
     return [(self.DocumentName(path), file_pattern.Digest(path, context)) for path in self.Files()]

@@ -83,7 +83,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     super().__init__(params)
     if self.params.num_fake_examples and self.params.vocab_size <= _FIRST_TEXT_ID:
       raise ValueError(
-        f'{self._Where("num_fake_examples")} needs a vocab_size above {_FIRST_TEXT_ID}, '
+        f'{self._Context("num_fake_examples")} needs a vocab_size above {_FIRST_TEXT_ID}, '
         f'got {self.params.vocab_size}'
       )
 
@@ -107,7 +107,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
   def tokenizer(self) -> sentencepiece_tokenizer.SentencePieceTokenizer:
     """The vocabulary; ValueError if it is missing or does not fit p.vocab_size."""
     p = self.params
-    context = self._Where('vocab_filepath')
+    context = self._Context('vocab_filepath')
     return sentencepiece_tokenizer.Load(p.vocab_filepath, p.vocab_size, context)
 
   def NumTokens(self) -> int:
@@ -178,7 +178,7 @@ class TextTokensInput(base_input_generator.BaseInputGenerator):
     try:
       words = self.tokenizer.WordStarts()
     except ValueError as e:
-      raise ValueError(f'{self._Where("count_words")}: {e}') from e
+      raise ValueError(f'{self._Context("count_words")}: {e}') from e
     words[sentencepiece_tokenizer.EOS_ID] = 1.0
     return words
 

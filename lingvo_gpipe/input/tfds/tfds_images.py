@@ -73,7 +73,7 @@ class TfdsImageInput(image_input.ImageInput):
     super().__init__(params)
     p = self.params
     if not p.dataset:
-      raise ValueError(f'{self._Where("dataset")} is not set: name a data set, such as cifar10')
+      raise ValueError(f'{self._Context("dataset")} is not set: name a data set, such as cifar10')
 
   # ---- the data set ----------------------------------------------------------------------------
 
@@ -84,21 +84,21 @@ class TfdsImageInput(image_input.ImageInput):
     builder = tfds_builder.LoadPrepared(
       p.dataset,
       p.data_dir,
-      self._Where('dataset'),
+      self._Context('dataset'),
       offline=f'--model={_OFFLINE} needs no data set, and input.num_fake_examples:1000 trains on '
       'noise, for measuring time',
     )
     if not p.in_memory and not tfds_builder.IsTfRecord(builder):
       raise ValueError(
-        f'{self._Where("in_memory")}: False needs TFRecord files, but the data set {p.dataset!r} '
+        f'{self._Context("in_memory")}: False needs TFRecord files, but the data set {p.dataset!r} '
         f'was prepared as {builder.info.file_format.value} in {builder.data_path}; prepare it in '
         f'another directory by `{tfds_builder.PrepareCommand(p.dataset, "DIR")}`, and set data_dir'
       )
     num_classes = builder.info.features['label'].num_classes
     if num_classes + p.label_offset > p.num_classes:
       raise ValueError(
-        f'{self._Where("num_classes")}: {p.dataset} has {num_classes} classes, and label_offset is '
-        f'{p.label_offset}, got {p.num_classes}'
+        f'{self._Context("num_classes")}: {p.dataset} has {num_classes} classes, and label_offset '
+        f'is {p.label_offset}, got {p.num_classes}'
       )
     return builder
 
@@ -106,7 +106,7 @@ class TfdsImageInput(image_input.ImageInput):
     return self._NumPrepared() - self.NumDamaged()
 
   def _NumPrepared(self) -> int:
-    return tfds_builder.NumExamples(self._builder, self.params.split, self._Where('split'))
+    return tfds_builder.NumExamples(self._builder, self.params.split, self._Context('split'))
 
   def NumDamaged(self) -> int:
     """See the base class."""
@@ -133,7 +133,7 @@ class TfdsImageInput(image_input.ImageInput):
     with tf.init_scope():  # Run now, not in the graph of a pipeline.
       return tf_record_index.TfRecordIndex(
         [tf_record_index.FileRange(x.filename, x.skip, x.take, x.examples_in_shard) for x in files],
-        self._Where('damaged_records'),
+        self._Context('damaged_records'),
         self.params.damaged_records,
       )
 
@@ -145,7 +145,7 @@ class TfdsImageInput(image_input.ImageInput):
       self._builder,
       p.split,
       ('image', 'label'),
-      self._Where('damaged_records'),
+      self._Context('damaged_records'),
       p.damaged_records,
       decoders={'image': tfds.decode.SkipDecoding()},
     )
@@ -156,7 +156,7 @@ class TfdsImageInput(image_input.ImageInput):
         image = tf.io.decode_image(encoded, p.num_channels).numpy()
         if image.shape != shape:
           raise ValueError(
-            f'{self._Where("image_size")}: image {i} of {p.dataset} has the shape {image.shape}, '
+            f'{self._Context("image_size")}: image {i} of {p.dataset} has the shape {image.shape}, '
             f'but in_memory needs {shape}; set image_size and num_channels, or in_memory to False'
           )
         images.append(image)

@@ -57,7 +57,7 @@ class TfdsPairs(parallel_text.ParallelText):
     datasets = self.params.datasets
     if not isinstance(datasets, list | tuple) or not datasets or not all(datasets):
       raise ValueError(
-        f'{self._Where("datasets")}: expected a list of names of data sets, such as '
+        f'{self._Context("datasets")}: expected a list of names of data sets, such as '
         f"['wmt14_translate/de-en'], got {datasets!r}"
       )
 
@@ -68,7 +68,7 @@ class TfdsPairs(parallel_text.ParallelText):
   def _Find(self, name: str) -> _Source:
     """Returns a prepared data set; ValueError with advice if it has no sentence pairs."""
     p = self.params
-    context = self._Where('datasets')
+    context = self._Context('datasets')
     builder = tfds_builder.LoadPrepared(name, p.data_dir, context, self.offline)
     features = builder.info.features
     if not isinstance(features, tfds.features.Translation) or len(features.languages) != 2:
@@ -76,7 +76,7 @@ class TfdsPairs(parallel_text.ParallelText):
         f'{context}: expected a data set whose examples are a Translation of two languages, got '
         f'{name!r} with {features!r}'
       )
-    num_examples = tfds_builder.NumExamples(builder, p.split, self._Where('split'))
+    num_examples = tfds_builder.NumExamples(builder, p.split, self._Context('split'))
     source, target = builder.info.supervised_keys or features.languages
     return _Source(builder, source, target, num_examples)
 
@@ -90,7 +90,7 @@ class TfdsPairs(parallel_text.ParallelText):
     return parts + (['skip'] if self.params.damaged_records == 'skip' else [])
 
   def _Pairs(self) -> Iterator[sentence_pairs.SentencePair]:
-    p, context = self.params, self._Where('damaged_records')
+    p, context = self.params, self._Context('damaged_records')
     num_damaged = 0
     for builder, source, target, num_examples in self._sources:
       num_read = 0

@@ -37,7 +37,7 @@ class TfdsTextInput(text_tokens.TextTokensInput):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     if not self.params.dataset:
-      raise ValueError(f'{self._Where("dataset")} is not set: name a data set, such as lm1b')
+      raise ValueError(f'{self._Context("dataset")} is not set: name a data set, such as lm1b')
 
   @functools.cached_property
   def _builder(self) -> Any:
@@ -46,7 +46,7 @@ class TfdsTextInput(text_tokens.TextTokensInput):
     builder = tfds_builder.LoadPrepared(
       p.dataset,
       p.data_dir,
-      self._Where('dataset'),
+      self._Context('dataset'),
       offline=f'--model={_OFFLINE} needs no data set, and input.num_fake_examples:1000 trains on '
       'random tokens, for measuring time',
     )
@@ -56,13 +56,13 @@ class TfdsTextInput(text_tokens.TextTokensInput):
     ]  # fmt: skip
     if p.feature not in texts:
       raise ValueError(
-        f'{self._Where("feature")}: {p.dataset} has the texts {texts}, got {p.feature!r}'
+        f'{self._Context("feature")}: {p.dataset} has the texts {texts}, got {p.feature!r}'
       )
     return builder
 
   def _Documents(self) -> Iterator[str]:
     p = self.params
-    context = self._Where('damaged_records')
+    context = self._Context('damaged_records')
     for (text,) in tfds_builder.Texts(
       self._builder, p.split, [p.feature], context, p.damaged_records
     ):
@@ -77,12 +77,12 @@ class TfdsTextInput(text_tokens.TextTokensInput):
     p = self.params
     if p.damaged_records == 'stop' or p.num_fake_examples:
       return 0
-    return tfds_builder.NumDamaged(self._builder, p.split, self._Where('damaged_records'))
+    return tfds_builder.NumDamaged(self._builder, p.split, self._Context('damaged_records'))
 
   def _SourceParts(self) -> list[Any]:
     p = self.params
     info = self._builder.info
-    size = tfds_builder.NumExamples(self._builder, p.split, self._Where('split'))
+    size = tfds_builder.NumExamples(self._builder, p.split, self._Context('split'))
     parts = ['tfds', tfds_builder.ORDER, info.full_name, str(info.file_format)]
     parts += [p.split, p.feature, size]
     # A cache made with skip must not hide damage from a run that should stop.

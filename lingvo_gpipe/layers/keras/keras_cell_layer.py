@@ -130,8 +130,8 @@ class KerasCellLayer(base_layer.BaseLayer):
     ]
     # For each attention the names of its layers with weights.
     self._attentions = {
-      _Unnumbered(x.name): {
-        _Unnumbered(child.name)
+      _StripNumbers(x.name): {
+        _StripNumbers(child.name)
         for child in keras_nodes.Sublayers(x)
         if child is not x and child.weights
       }
@@ -239,7 +239,7 @@ class KerasCellLayer(base_layer.BaseLayer):
     """
     if not self._attentions:
       return None
-    scopes = [_Unnumbered(scope) for scope in op_name.split('/')]
+    scopes = [_StripNumbers(scope) for scope in op_name.split('/')]
     for i, scope in enumerate(scopes[:-1]):
       if scope in self._attentions:
         return None if scopes[i + 1] in self._attentions[scope] else 'scores'
@@ -292,9 +292,9 @@ class KerasCellLayer(base_layer.BaseLayer):
     cell, context = self._cell, fprop_context.Current()
     values: dict[keras_nodes.Value, Any] = {}
     for v, x in zip(cell.args, args, strict=True):
-      values[v] = Attached(x)
+      values[v] = RestoreAttributes(x)
     for v in cell.skips_in:
-      values[v] = Attached(skips[_SkipName(v)])
+      values[v] = RestoreAttributes(skips[_SkipName(v)])
     entering = dict(values)
     before = {name: tf.convert_to_tensor(theta[name]) for name in self._keras_variables}
     mapping = [(v, before[name]) for name, v in self._keras_variables.items()]
@@ -522,7 +522,7 @@ def Parts(x: Any) -> tuple[Any, Any]:
   return (x['value'], x.get('mask')) if isinstance(x, Mapping) else (x, None)
 
 
-def Attached(x: Any) -> Any:
+def RestoreAttributes(x: Any) -> Any:
   """Returns a tensor of another cell, with what Keras attached to it."""
   if not isinstance(x, Mapping):
     return x
@@ -538,6 +538,6 @@ def Attached(x: Any) -> Any:
   return value
 
 
-def _Unnumbered(name: str) -> str:
+def _StripNumbers(name: str) -> str:
   """Returns a name without the numbers by which Keras and TensorFlow make names unique."""
   return re.sub(r'(_\d+)+$', '', name)

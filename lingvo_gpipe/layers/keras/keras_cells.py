@@ -76,7 +76,9 @@ class Cell:
 
   def Weights(self) -> dict[str, Any]:
     """Returns {name: Keras variable}; blocks of equal structure have equal names."""
-    return {name: v for name, v in _Named(self._Variables()) if not keras_variables.IsSeed(v)}
+    return {
+      name: v for name, v in _NameVariables(self._Variables()) if not keras_variables.IsSeed(v)
+    }
 
   @property
   def has_loss(self) -> bool:
@@ -146,9 +148,9 @@ class StateUses:
     if not self._read:
       return
     changer: dict[int, int] = {}
-    for k, v in self._OfAllCells(self._changed):
+    for k, v in self._VariablesOfAllCells(self._changed):
       changer[id(v)] = min(k, changer.get(id(v), k))
-    for k, v in self._OfAllCells(self._read):
+    for k, v in self._VariablesOfAllCells(self._read):
       if (first := changer.get(id(v), k)) < k:
         raise ValueError(
           f'the call of {self._cells[k].name} reads the variable {v.path} after the call of '
@@ -156,7 +158,7 @@ class StateUses:
           'the step before: make both calls in one layer'
         )
 
-  def _OfAllCells(self, uses: dict[Cell, list[Any]]) -> Iterator[tuple[int, Any]]:
+  def _VariablesOfAllCells(self, uses: dict[Cell, list[Any]]) -> Iterator[tuple[int, Any]]:
     """Yields (index of a cell, variable), also for cells that share the trace of one in `uses`."""
     for cell, variables in uses.items():
       structure = Structure(cell)
@@ -262,7 +264,7 @@ def _Weights(node: keras_nodes.Node) -> list[Any]:
   return [v for v in node.variables if not keras_variables.IsSeed(v)]
 
 
-def _Named(variables: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+def _NameVariables(variables: Iterable[Any]) -> Iterator[tuple[str, Any]]:
   """Yields (name, variable): the last part of the Keras path, numbered if it repeats."""
   counts: dict[str, int] = {}
   for v in variables:

@@ -107,7 +107,7 @@ class _Comparison:
       return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, types.FunctionType):
       is_same = a.__code__ is b.__code__ and a.__globals__ is b.__globals__
-      return a is b or (is_same and self.AreEqual(_Captured(a), _Captured(b)))
+      return a is b or (is_same and self.AreEqual(_CapturedValues(a), _CapturedValues(b)))
     if isinstance(a, types.MethodType):
       return a.__func__ is b.__func__ and self.AreEqual(a.__self__, b.__self__)
     is_known = isinstance(a, (keras.Operation, keras.DTypePolicy, keras.initializers.Initializer))
@@ -125,7 +125,7 @@ class _Comparison:
       self._tracked = outer
 
 
-def _Captured(function: Any) -> list[Any]:
+def _CapturedValues(function: Any) -> list[Any]:
   """Returns all that a function uses beside its code, its arguments and its module."""
 
   def Contents(cell: types.CellType) -> Any:

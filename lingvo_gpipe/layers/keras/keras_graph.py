@@ -88,7 +88,7 @@ def CheckSizes(graph: keras_nodes.Graph, x: Any) -> None:
 # ---- layers that are opened ----------------------------------------------------------------------
 
 
-def Opened(graph: keras_nodes.Graph, num_stages: int) -> keras_nodes.Graph:
+def OpenLayers(graph: keras_nodes.Graph, num_stages: int) -> keras_nodes.Graph:
   """Returns a graph in which the calls inside large layers of users replace these layers.
 
   Args:
@@ -101,7 +101,7 @@ def Opened(graph: keras_nodes.Graph, num_stages: int) -> keras_nodes.Graph:
   opener.Add(graph.nodes, environment)
   if not opener.is_open:
     return dataclasses.replace(graph, closed=opener.closed)
-  to_new = functools.partial(_Filled, environment=environment)
+  to_new = functools.partial(_ReplaceValues, environment=environment)
   return dataclasses.replace(
     graph,
     nodes=tuple(opener.nodes),
@@ -113,7 +113,7 @@ def Opened(graph: keras_nodes.Graph, num_stages: int) -> keras_nodes.Graph:
   )
 
 
-def _Filled(nest: Any, environment: dict[keras_nodes.Value, keras_nodes.Value]) -> Any:
+def _ReplaceValues(nest: Any, environment: dict[keras_nodes.Value, keras_nodes.Value]) -> Any:
   return keras.tree.map_structure(
     lambda x: environment[x] if isinstance(x, keras_nodes.Value) else x, nest
   )
@@ -157,7 +157,7 @@ class _Opener:
       training: the mode of the layer that is opened.
     """
     for node in nodes:
-      args, kwargs = _Filled((node.args, node.kwargs), environment)
+      args, kwargs = _ReplaceValues((node.args, node.kwargs), environment)
       mode = training if node.training is None else node.training
       node = dataclasses.replace(node, args=args, kwargs=kwargs, training=mode)
       graph = self._GraphInside(node)

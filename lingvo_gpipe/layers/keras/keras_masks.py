@@ -57,7 +57,7 @@ def OutputMasks(layers: Sequence[keras_cell_layer.KerasCellLayer], *, do_eval: b
 
   def Masks(args: tuple[Any, ...]) -> list[tf.Tensor | None]:
     graph = compute.get_concrete_function(*specs, tf.nest.map_structure(_Spec, args)).graph
-    needed = Needed(graph.outputs)
+    needed = NeededOps(graph.outputs)
     for i, cause in [
       *((i, 'weights') for i in range(num_weights)),
       (num_weights, 'random numbers'),
@@ -72,7 +72,7 @@ def OutputMasks(layers: Sequence[keras_cell_layer.KerasCellLayer], *, do_eval: b
   return Masks
 
 
-def Needed(outputs: Sequence[tf.Tensor]) -> set[str]:
+def NeededOps(outputs: Sequence[tf.Tensor]) -> set[str]:
   """Returns the names of the operations that lead to some tensors."""
   waiting, names = [t.op for t in outputs], set()
   while waiting:
@@ -92,7 +92,7 @@ def RunNeeded(function: Any, *args: Any) -> Any:
   """
   concrete = function.get_concrete_function(*tf.nest.map_structure(_Spec, args))
   graph = concrete.graph
-  needed = Needed(graph.outputs)
+  needed = NeededOps(graph.outputs)
   definition = graph.as_graph_def()
   nodes = [node for node in definition.node if node.name in needed]
   for node in nodes:

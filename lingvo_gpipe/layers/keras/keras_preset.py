@@ -111,7 +111,7 @@ def _ReadingInSlices() -> Iterator[None]:
   from keras_hub.src.utils.transformers import safetensor_utils
 
   library = safetensor_utils.safetensors
-  with keras_variables.Replaced(
+  with keras_variables.ReplaceAttributes(
     safetensor_utils, safetensors=types.SimpleNamespace(safe_open=functools.partial(_File, library))
   ):
     yield

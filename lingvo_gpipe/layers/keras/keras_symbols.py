@@ -6,7 +6,7 @@ Keras records a call if an argument is symbolic. These it would compute at once,
     self.positions(ops.arange(length))    a layer with weights
     ops.exp(self.scale)                   an operation
 
-`Recorded` lets Keras record them, too, and functions of TensorFlow, and operators: see
+`RecordCalls` lets Keras record them, too, and functions of TensorFlow, and operators: see
 keras_functions. It notes the training mode of each layer. It is the mode that the layer has in
 plain Keras: not the mode of the model if its `call` takes no `training`; and a mode that the call
 of a layer asks for is also the mode of the layers that are called after it.
@@ -162,7 +162,7 @@ class _TensorShape(tuple):
 
 
 @contextlib.contextmanager
-def Recorded(unknown_axes: Sequence[Sequence[int]] = ()) -> Iterator[Record]:
+def RecordCalls(unknown_axes: Sequence[Sequence[int]] = ()) -> Iterator[Record]:
   """Yields the record of the calls of the enclosed code, which runs in the call of a model.
 
   Calls within the call of a layer or operation are not recorded, except of symbols, for its mask.
@@ -176,7 +176,7 @@ def Recorded(unknown_axes: Sequence[Sequence[int]] = ()) -> Iterator[Record]:
   try:
     with contextlib.ExitStack() as replaced:
       for owner, attributes in recorder.Replacements():
-        replaced.enter_context(keras_variables.Replaced(owner, **attributes))
+        replaced.enter_context(keras_variables.ReplaceAttributes(owner, **attributes))
       yield recorder.record
   finally:
     _RECORDERS.remove(recorder)
@@ -195,8 +195,8 @@ class _Recorder:
 
   def Replacements(self) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields an object, class or module, and its new attributes."""
-    yield keras.Layer, {'__call__': self._CallLayer(self._Noted(keras.Layer.__call__))}
-    symbolic_call = self._SymbolicCall(self._Noted(keras.Operation.symbolic_call))
+    yield keras.Layer, {'__call__': self._CallLayer(self._TrackRunning(keras.Layer.__call__))}
+    symbolic_call = self._SymbolicCall(self._TrackRunning(keras.Operation.symbolic_call))
     call = self._CallOperation(keras.Operation.__call__)
     yield keras.Operation, {'__call__': call, 'symbolic_call': symbolic_call}
     static_shape = self._StaticShape(keras.KerasTensor.shape)
@@ -205,7 +205,7 @@ class _Recorder:
     like_arrays = {'__array_priority__': 100, **self._Operators(keras.KerasTensor)}
     yield keras.KerasTensor, {**shapes, **like_arrays}
     outside = {'assign': 'it changes', '__tf_tensor__': 'it computes with the value of'}
-    refusing = {name: self._Refusing(name, error) for name, error in outside.items()}
+    refusing = {name: self._RefuseOutside(name, error) for name, error in outside.items()}
     like_symbols = {'sparse': False, 'ragged': False}
     yield keras.Variable, {**self._Operators(keras.Variable), **refusing, **like_symbols}
     for name, module in list(sys.modules.items()):
@@ -214,7 +214,7 @@ class _Recorder:
     for modules, is_for in ((_TENSORFLOW, _IsSymbolOrWeight), (_KERAS, _IsSize)):
       for module in modules:
         functions = {k: f for k, f in vars(module).items() if inspect.isfunction(f)}
-        yield module, {k: _Recording(f, is_for) for k, f in functions.items()}
+        yield module, {k: _RecordFunction(f, is_for) for k, f in functions.items()}
     shape = self._Shape(keras.ops.shape)
     yield from ((module, {'shape': shape}) for module in (keras.ops, keras.ops.numpy))
 
@@ -224,11 +224,11 @@ class _Recorder:
 
   def Call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Records a call of a function; returns the symbols for its results."""
-    results, call = self._Noted(self._functions.Record)(function, *args, **kwargs)
+    results, call = self._TrackRunning(self._functions.Record)(function, *args, **kwargs)
     self.record.calls.append(call)
     return results
 
-  def _Noted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+  def _TrackRunning(self, call: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method whose object counts as running while it runs."""
 
     def Call(operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -337,7 +337,7 @@ class _Recorder:
 
     return Shape
 
-  def _Refusing(self, name: str, error: str) -> Callable[..., Any]:
+  def _RefuseOutside(self, name: str, error: str) -> Callable[..., Any]:
     """Returns a method of variables that raises ValueError outside layers and operations."""
     method = getattr(keras.Variable, name)
 
@@ -352,7 +352,9 @@ class _Recorder:
 
 
 @functools.cache
-def _Recording(function: Callable[..., Any], is_for: Callable[[Any], bool]) -> Callable[..., Any]:
+def _RecordFunction(
+  function: Callable[..., Any], is_for: Callable[[Any], bool]
+) -> Callable[..., Any]:
   """Returns a function that is recorded when it gets an argument of some kind.
 
   It is the same in each trace, so that layers that a call makes with it, as an activation, are

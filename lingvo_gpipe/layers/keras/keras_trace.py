@@ -70,7 +70,7 @@ class Builder:
       call = history.operation._inbound_nodes[history.node_index]
       if not is_ready:
         if not call.arguments.keras_tensors:
-          raise _Foreign(tensor)
+          raise _MakeForeignError(tensor)
         stack.append((tensor, True))
         stack += [(t, False) for t in reversed(call.arguments.keras_tensors)]
         continue
@@ -90,7 +90,7 @@ class Builder:
         self._Add(call, environment, policy, is_traced=True)
     for t in outputs:
       if id(t) not in environment:
-        raise _Foreign(t)
+        raise _MakeForeignError(t)
     return [environment[id(t)] for t in outputs]
 
   def _Add(
@@ -105,7 +105,7 @@ class Builder:
     """Adds one call; in a trace in the mode that it asks for, or that Keras gives it."""
     for t in call.arguments.keras_tensors:
       if id(t) not in environment:
-        raise _Foreign(t)
+        raise _MakeForeignError(t)
     args, kwargs = call.arguments.fill_in(environment)
     kwargs = dict(kwargs)
     kwargs.pop('training', None)
@@ -143,7 +143,7 @@ class Builder:
     return values
 
 
-def _Foreign(tensor: Any) -> ValueError:
+def _MakeForeignError(tensor: Any) -> ValueError:
   return ValueError(f'the tensor {tensor.name} does not depend on the inputs of the model')
 
 
@@ -243,7 +243,7 @@ def TraceMode(
   mode: bool | None,
   unknown_axes: Sequence[Sequence[int]] = (),
 ) -> keras_nodes.Graph:
-  """Returns the graph of one training mode; `unknown_axes`: see `keras_symbols.Recorded`."""
+  """Returns the graph of one training mode; `unknown_axes`: see `keras_symbols.RecordCalls`."""
   flat = [t for t in keras.tree.flatten((args, kwargs)) if isinstance(t, keras.KerasTensor)]
   builder = Builder()
   inputs = tuple(builder.NewValue(t) for t in flat)
@@ -255,11 +255,11 @@ def TraceMode(
     options = {'training': mode} if mode is not None and _TakesTraining(layer) else {}
     # A tf.function would run with tensors.
     call = getattr(layer.call, 'python_function', layer.call)
-    with keras_symbols.Recorded(unknown_axes) as record:
+    with keras_symbols.RecordCalls(unknown_axes) as record:
       return call(*args, **kwargs, **options), record
 
   with NamingTheLine(layer):
-    with _KnowingLines(_Path(layer)), _Refusing(layer, 'add_loss', 'add_metric'):
+    with _KnowingLines(_Path(layer)), _RefuseMethods(layer, 'add_loss', 'add_metric'):
       outputs, record = keras_symbols.RunInCall(Call, layer.dtype_policy, mode)
     tensors = keras.tree.flatten(outputs)
     for t in tensors:
@@ -309,12 +309,12 @@ def _KnowingLines(path: str | None) -> Iterator[None]:
     make(call, *args, **kwargs)
     call.line = _Line(path, traceback.walk_stack(None))
 
-  with keras_variables.Replaced(keras_node.Node, __init__=Make):
+  with keras_variables.ReplaceAttributes(keras_node.Node, __init__=Make):
     yield
 
 
 @contextlib.contextmanager
-def _Refusing(model: Any, *names: str) -> Iterator[None]:
+def _RefuseMethods(model: Any, *names: str) -> Iterator[None]:
   """Lets the `call` of a model raise ValueError when it calls one of these methods of its own."""
 
   def Refuse(name: str) -> Callable[..., None]:
@@ -326,7 +326,7 @@ def _Refusing(model: Any, *names: str) -> Iterator[None]:
 
     return Method
 
-  with keras_variables.Replaced(model, **{name: Refuse(name) for name in names}):
+  with keras_variables.ReplaceAttributes(model, **{name: Refuse(name) for name in names}):
     yield
 
 

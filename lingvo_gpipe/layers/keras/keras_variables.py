@@ -48,7 +48,7 @@ _KERAS_ADD = keras_backend.numpy.add
 
 
 @contextlib.contextmanager
-def Replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+def ReplaceAttributes(owner: Any, **attributes: Any) -> Iterator[None]:
   """Gives an object, class or module other attributes while the enclosed code runs."""
   before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
   for name, value in attributes.items():
@@ -76,7 +76,7 @@ def _AddAsInBatches(x1: Any, x2: Any) -> Any:
 
 def InBatches() -> contextlib.AbstractContextManager[None]:
   """Lets keras.ops compute with a batch of known size as with one of unknown size."""
-  return Replaced(keras_backend.numpy, add=_AddAsInBatches)
+  return ReplaceAttributes(keras_backend.numpy, add=_AddAsInBatches)
 
 
 def WithoutRemat() -> contextlib.AbstractContextManager[None]:
@@ -84,7 +84,7 @@ def WithoutRemat() -> contextlib.AbstractContextManager[None]:
 
   Both are tf.recompute_grad, which would lose the gradients of weights that are tensors.
   """
-  return Replaced(keras_backend.core, remat=lambda function: function)
+  return ReplaceAttributes(keras_backend.core, remat=lambda function: function)
 
 
 def Slices(shape: Sequence[int], item_size: int) -> list[Any]:
@@ -112,9 +112,11 @@ def Streaming() -> Iterator[None]:
     return value.view(tf.bfloat16.as_numpy_dtype) if is_bfloat16 else value
 
   with (
-    Replaced(keras_backend.Variable, assign=_Assign),
-    Replaced(keras_backend, convert_to_numpy=_Numpy),
-    Replaced(saving_lib, safe_get_h5_dataset=GetDataset, is_memory_sufficient=lambda model: False),
+    ReplaceAttributes(keras_backend.Variable, assign=_Assign),
+    ReplaceAttributes(keras_backend, convert_to_numpy=_Numpy),
+    ReplaceAttributes(
+      saving_lib, safe_get_h5_dataset=GetDataset, is_memory_sufficient=lambda model: False
+    ),
   ):
     yield
 

@@ -266,7 +266,7 @@ def Simulate(
   if alone:
     pair = durations, Durations(work, alone, scale)
     timeline = _ShareCores(timeline, pair, _Links(work, costs, scale), recompute_early)
-  reduced = _Reduced(work, timeline, costs.all_reduce)
+  reduced = _AllReduceEnds(work, timeline, costs.all_reduce)
   _AppendUpdates(timeline, reduced, costs.update, update_barrier)
   peaks = activation_memory.Peaks(work, sizes, scale) if sizes else (None, None)
   return Result(
@@ -362,12 +362,12 @@ def _ShareCores(
     action, part = parts[device][index]
     return 0.0 if recompute_early and part == 'recompute' else links.Arrival(action)
 
-  def Ended(device: int, index: int, time: float) -> None:
+  def SendResult(device: int, index: int, time: float) -> None:
     action, part = parts[device][index]
     if part == 'compute':
       links.Send(action, time)
 
-  played = core_sharing.Play(pieces, Arrival, Ended)
+  played = core_sharing.Play(pieces, Arrival, SendResult)
   return [
     [span._replace(start=start, end=end) for span, (start, end) in zip(row, ends, strict=True)]
     for row, ends in zip(timeline, played, strict=True)
@@ -397,14 +397,14 @@ class _Links:
 
   def Arrival(self, action: Action) -> float:
     """Returns when an action's inputs from other stages arrive; infinite if some are not sent."""
-    needed = self._Needed(action)
+    needed = self._RemoteInputs(action)
     return max((self._arrivals.get((n, action.stage), math.inf) for n in needed), default=0)
 
   def Receive(self, action: Action) -> float:
     """Returns how long an action's device is busy with the transfers of its inputs."""
-    return sum(self._received.get((n, action.stage), 0) for n in self._Needed(action))
+    return sum(self._received.get((n, action.stage), 0) for n in self._RemoteInputs(action))
 
-  def _Needed(self, action: Action) -> list[Action]:
+  def _RemoteInputs(self, action: Action) -> list[Action]:
     # Inputs from its own stage were made by its own device, earlier in its order.
     return [n for n in self._work.Dependencies(action) if n.stage != action.stage]
 
@@ -445,7 +445,7 @@ class _Links:
     return 0
 
 
-def _Reduced(
+def _AllReduceEnds(
   work: step_work.StepWork, timeline: Sequence[Sequence[Span]], all_reduce: PerStage
 ) -> list[float]:
   """Returns for each device the time when it has the gradient sums of all its stages."""

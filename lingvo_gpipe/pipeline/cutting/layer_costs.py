@@ -309,9 +309,9 @@ def _KeepOptions(
   for size in range(len(names) + 1):
     for recomputed in map(frozenset, itertools.combinations(names, size)):
       again = {name for name, part in part_of.items() if part in recomputed}
-      residuals = product.Kept(again.__contains__)
+      residuals = product.ForwardResiduals(again.__contains__)
       num_bytes = sum(flop_rules.Elements(t) * t.dtype.size for t in residuals)
-      repeated = sum(flops[name] for name in product.Repeated(residuals))
+      repeated = sum(flops[name] for name in product.RepeatedOps(residuals))
       if not recomputed:  # Cheap operations are repeated in any case.
         always, all_bytes = repeated, num_bytes
       share = fractions.Fraction(max(repeated - always, 0), max(sum(flops.values()), 1))

@@ -211,7 +211,9 @@ class _Functions:
     paths = {id(v): path for path, v in variables.items()}
     self._is_trained = [paths[id(v)] in trained for v in tf.nest.flatten(self._layer.vars)]
     self._needs_dx = needs_dx
-    self._accumulators = list(map(weight_params.NewAccumulator, self._Trained(self._layer.vars)))
+    self._accumulators = list(
+      map(weight_params.NewAccumulator, self._TrainedLeaves(self._layer.vars))
+    )
     self._x = tf.nest.map_structure(_MakeExample, (dict(call.skips), call.specs))
     self._forward = stage_math.Traced(self._Forward, xla)
     self._backward = stage_math.Traced(self._ForwardBackward, xla)
@@ -230,7 +232,7 @@ class _Functions:
   def ForwardBackward(self, seeds: tf.Tensor) -> Any:
     return self._backward(self._layer.vars, self._accumulators, self._x, seeds, self._dy)
 
-  def _Trained(self, variables: Any) -> list[Any]:
+  def _TrainedLeaves(self, variables: Any) -> list[Any]:
     flat = tf.nest.flatten(variables)
     return [v for v, is_trained in zip(flat, self._is_trained, strict=True) if is_trained]
 
@@ -251,7 +253,7 @@ class _Functions:
     seeds: tf.Tensor,
     dy: Sequence[tf.Tensor],
   ) -> Any:
-    weights = self._Trained(variables)
+    weights = self._TrainedLeaves(variables)
     floats = leaves.Floats(x) if self._needs_dx else []
     with tf.GradientTape() as tape:
       tape.watch(floats)

@@ -43,7 +43,7 @@ def Share(schedule: Schedule) -> Schedule:
   Args:
     schedule: a valid schedule with gradients, without slices.
   """
-  rows = [[part for a in row for part in _Unfused(a)] for row in schedule.actions]
+  rows = [[part for a in row for part in _SplitFused(a)] for row in schedule.actions]
   times = {
     action: (start, end)
     for row in dataclasses.replace(schedule, actions=rows).Timeline(_SECONDS)
@@ -77,7 +77,7 @@ def Share(schedule: Schedule) -> Schedule:
   ).Validate()
 
 
-def _Unfused(action: Action) -> tuple[Action, ...]:
+def _SplitFused(action: Action) -> tuple[Action, ...]:
   if action.kind is not Kind.FORWARD_BACKWARD:
     return (action,)
   return tuple(dataclasses.replace(action, kind=k) for k in (Kind.FORWARD, Kind.BACKWARD))

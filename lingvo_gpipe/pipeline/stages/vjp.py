@@ -155,19 +155,19 @@ class SplitVjp:
   @functools.cached_property
   def _kept(self) -> list[tf.Tensor]:
     """Residuals of `forward`."""
-    return self.Kept(self._is_recomputed)
+    return self.ForwardResiduals(self._is_recomputed)
 
-  def Kept(self, is_recomputed: Callable[[str], bool]) -> list[tf.Tensor]:
+  def ForwardResiduals(self, is_recomputed: Callable[[str], bool]) -> list[tf.Tensor]:
     """Returns the residuals of `forward` if these operations were recomputed."""
     return _Residuals(
       [*self._dx, *self._dw], self._inputs, self.forward_ops, self._xla, is_recomputed
     )
 
-  def Repeated(self, residuals: Sequence[tf.Tensor]) -> set[str]:
+  def RepeatedOps(self, residuals: Sequence[tf.Tensor]) -> set[str]:
     """Returns the names of the operations of the forward pass that backward runs again.
 
     Args:
-      residuals: the residuals of `forward`, see `Kept`.
+      residuals: the residuals of `forward`, see `ForwardResiduals`.
     """
     ran = Ancestors([*self._dx, *self._dw], [*self._inputs, *residuals])
     return ran.keys() & self.forward_ops.keys()
@@ -179,13 +179,13 @@ class SplitVjp:
 
   def _InputGradient(self, residuals: list[tf.Tensor]) -> _Part:
     fed = [*self._inputs, *residuals, *self._dy]
-    return self._whole.prune(fed, [*self._dx, *self._ForWeights(fed)])
+    return self._whole.prune(fed, [*self._dx, *self._WeightResiduals(fed)])
 
   def _WeightGradient(self, residuals: list[tf.Tensor]) -> _Part:
     fed = [*self._inputs, *residuals, *self._dy]
-    return self._whole.prune([*fed, *self._ForWeights(fed)], self._dw)
+    return self._whole.prune([*fed, *self._WeightResiduals(fed)], self._dw)
 
-  def _ForWeights(self, fed: list[tf.Tensor]) -> list[tf.Tensor]:
+  def _WeightResiduals(self, fed: list[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the residuals of the input gradient."""
     return _Residuals(self._dw, fed, Ancestors(self._dx, fed), self._xla)
 
@@ -239,7 +239,7 @@ def _Residuals(
     return bool(takers) and all(map(is_recomputed, takers))
 
   @functools.cache
-  def PooledAgain() -> set[str]:
+  def RepeatedPools() -> set[str]:
     """Names of the max pools whose gradient the fetches need. It needs the inputs in any case.
 
     On CPUs oneDNN computes the gradient 20 times as fast if the pool runs in the same graph.
@@ -258,7 +258,7 @@ def _Residuals(
       continue
     seen.add(t.name)
     is_kept = t.op.type not in _CHEAP or t.dtype == tf.bool
-    if t.op.type == 'MaxPool' and not xla and t.op.name in PooledAgain():
+    if t.op.type == 'MaxPool' and not xla and t.op.name in RepeatedPools():
       is_kept = False
     # A tensor cannot be fed to a part that runs its operation for another output.
     if xla and any(output.dtype == tf.variant for output in t.op.outputs):

@@ -120,7 +120,7 @@ def testAChangedLengthThatFitsTheFileIsDamage(tmp_path):
 
 
 def testNoTunerMayDelayTheCheckOfAFile(tmp_path, monkeypatch):
-  """See BaseInputGenerator._Untuned."""
+  """See BaseInputGenerator._DisableTuner."""
   options = []
   monkeypatch.setattr(tf.data.Dataset, 'reduce', lambda self, *args: options.append(self.options()))
   assert tf_records.IsIntact(_File(tmp_path))

@@ -124,7 +124,7 @@ def _Small(function, length=4):
 
 
 def _Opened(model):
-  return keras_graph.Opened(keras_graph.FromModel(model), 4)
+  return keras_graph.OpenLayers(keras_graph.FromModel(model), 4)
 
 
 def _Counting(layer, x, training):

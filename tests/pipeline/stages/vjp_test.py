@@ -41,7 +41,7 @@ def _Types(tensors):
 
 def testAMaxPoolIsRecomputedNextToItsGradient():
   split, weights, x = _Split(trained=2)
-  assert _Types(split.Kept(lambda name: False)) == ['Conv2D']
+  assert _Types(split.ForwardResiduals(lambda name: False)) == ['Conv2D']
   handles = [w.handle for w in weights]
   y, *residuals = split.forward(*handles, x)
   gradients = split.backward(*handles, x, *residuals, tf.ones_like(y))
@@ -55,12 +55,12 @@ def testAMaxPoolIsRecomputedNextToItsGradient():
 def testAMaxPoolIsKeptIfItsGradientRunsElsewhereOrNever():
   """Its inputs, which are larger, would be kept only to compute it again."""
   split, *_ = _Split(trained=1)
-  assert _Types(split.Kept(lambda name: False)) == ['MaxPool']
+  assert _Types(split.ForwardResiduals(lambda name: False)) == ['MaxPool']
   split, *_ = _Split(trained=2)
   fed = [*split._inputs, *split._dy]
-  assert _Types(split._ForWeights(fed)) == ['MaxPool', 'MaxPoolGrad']
+  assert _Types(split._WeightResiduals(fed)) == ['MaxPool', 'MaxPoolGrad']
   split, *_ = _Split(trained=2, xla=True)
-  assert _Types(split.Kept(lambda name: False)) == ['Conv2D', 'MaxPool']
+  assert _Types(split.ForwardResiduals(lambda name: False)) == ['Conv2D', 'MaxPool']
 
 
 if __name__ == '__main__':
