@@ -225,8 +225,8 @@ class Decoder:
 
     Args:
       args: arguments of the first layer, of the whole batch.
-      call: (stage, its number here, micro-batch, its args) -> (outputs of the stage, states of its
-        layers).
+      call: (stage, its index among the stages of this walk, micro-batch, arguments) -> (outputs of
+        the stage, states of its layers).
 
     Returns:
       The outputs of the last stage, of the whole batch; for each stage and micro-batch the states.
@@ -243,7 +243,7 @@ class Decoder:
 
     def Emit(s: stage_lib.Stage, action: actions.Action) -> None:
       k, m = action.stage, action.micro_batch
-      # Slices of the head all have its inputs.
+      # All slices of the head take the inputs of the head.
       args = sequential.AsTuple(stage_args[min(k, first_slice), m])
       if tables and not k:
         ids, *extras = args

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The walk over a schedule: each action becomes a call of a stage function on its device.
 
-`Walk` emits actions in any order that it is given; training, the backward under somebody else's
-tape and decoding all use it. `Emission` is a walk that passes activations forward and gradients
-back:
+`Walk` emits actions in any order that it is given; training, the backward under a user's tape and
+decoding all use it. `Emission` is a walk that passes activations forward and gradients back:
 
     F[k, m]   takes x[k, m] = (args[k, m], skips)      gives args[k + 1, m], skips, sums
     B[k, m]   takes x[k, m], dargs[k + 1, m], dskips   gives dargs[k, m], dskips
@@ -39,8 +38,8 @@ class Walk:
     self._stages = stages
     # The last result on each device: the next action there waits for it.
     self._last: dict[str, list[tf.Tensor]] = {}
-    # Tensors on the host, of copies from each device since its last action, and of those before it:
-    # the next action waits for the latter (see `actions.WithEndsOfCopies`).
+    # Tensors that were copied to the host from each device since its last action, and before it.
+    # The next action waits for the latter (see `actions.WithEndsOfCopies`).
     self._copying: dict[str, list[tf.Tensor]] = {}
     self._ending: dict[str, list[tf.Tensor]] = {}
 
@@ -78,7 +77,7 @@ class Walk:
     self._copying.setdefault(s.device, []).extend(leaves.Tensors(tensors))
 
   def LastResults(self, device: str | None = None) -> list[tf.Tensor]:
-    """Returns the last result on the device, or on each; after them, its whole walk is done."""
+    """Returns the last result on the device, or on every device; the walk there ends with it."""
     return [t for d, tensors in self._last.items() if device in (None, d) for t in tensors]
 
 
@@ -104,14 +103,14 @@ class Emission:
       stages: the stages of one replica.
       functions: the functions of the stages.
       micro_batches: the micro-batches of this replica.
-      counter: int64 scalar, the step counter (see `fprop_context`) of micro-batch 0; the others
-        count on from it. None in evaluation.
+      counter: int64 scalar, the step counter (see `fprop_context`) of micro-batch 0; the following
+        ones count up from it. None in evaluation.
       do_eval: the layers' mode.
       with_loss: whether the last stage runs the loss.
       theta: for each stage the weights of its layers as tensors; None for the variables.
       copies: copies tensors to the host and back, if the schedule says so.
-      is_dense: whether a trained leaf of a stage is known to get dense gradients; then its sparse
-        ones need not be kept, and are added to its accumulator.
+      is_dense: whether a trained leaf of a stage is known to get dense gradients; its sparse
+        gradients are then added to its accumulator at once instead of kept.
     """
     self._walk = Walk(stages)
     self._stages = stages
@@ -362,8 +361,8 @@ class Emission:
 
   def _TakeSparse(self, s: stage_lib.Stage, m: int, accumulated: stage_math.Accumulated) -> None:
     for leaf, gradients in accumulated.sparse.items():
-      # Saves memory: a table that is the output matrix, too, is in a later stage, whose backward
-      # came before.
+      # Saves memory: a table that is also the output matrix has another use in a later stage, whose
+      # backward came before.
       if self._is_dense(s, leaf):
         AddSparse(s, leaf, gradients)
       else:

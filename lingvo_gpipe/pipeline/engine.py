@@ -286,7 +286,8 @@ class PipelineEngine:
     counter = fprop_context.StepCounter(step, first_micro_batch)
     self.ClearAccumulators(mirrors_only=not clear)
     walks = self._EmitAll(micro_batches, counter, do_eval=False)
-    # Before the ties: it may add to the accumulators of tied weights, which then go to the owners'.
+    # Before the ties, because it may add to accumulators of tied weights, which then go to the
+    # owners.
     sparse = self._sparse_gradients.Join(walks, micro_batches[0].args)
     for replica in self.replicas:
       replica.AddTiedGradients(self.ties)
@@ -337,7 +338,7 @@ class PipelineEngine:
       replica_micro_batches = micro_batches[share.start : share.stop]
       walk: emission.Emission
       if replica.slices:
-        # Each time, for an update changes the whole weights only.
+        # Copy them every time, because an update changes the whole weights only.
         vocabulary_slices.SyncSlices(replica.slices, replica.variables)
         walk = vocabulary_emission.VocabularyEmission(
           replica.stages,
@@ -503,7 +504,7 @@ class PipelineEngine:
 
   def ConnectedPaths(self) -> set[str]:
     """Returns the paths of the weights that the loss depends on, once a step was traced."""
-    # Their functions record no gradients: tables count as connected.
+    # The functions of tables record no gradients, so tables count as connected.
     tables = {path for s in self.replicas[0].tables for path in (*s.trained, *s.mirrors)}
     connected = {
       path

@@ -26,8 +26,8 @@ from lingvo_gpipe.core import heartbeat
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline.stages import failures
 
-# After these, another run would wait or fail in another way. CancelledError is not among them: it
-# hides the cause.
+# After these errors, another run would wait or fail in another way. CancelledError is not among
+# them: it hides the cause.
 _NOT_AGAIN = (
   tf.errors.UnavailableError,
   tf.errors.DeadlineExceededError,
@@ -43,8 +43,8 @@ def Locate(engine: engine_lib.PipelineEngine, run_again: Callable[[], Any]) -> I
 
   Args:
     engine: the engine that runs the stages in the enclosed code and in `run_again`.
-    run_again: does eagerly what the enclosed code does in one graph. It is called if the enclosed
-      code fails at run time, and its error replaces the first one.
+    run_again: runs the enclosed code's work eagerly instead of in one graph. It is called if the
+      enclosed code fails at run time, and its error replaces the first one.
   """
   try:
     yield

@@ -84,8 +84,8 @@ def Copy(first: Replica, devices: Sequence[str]) -> Replica:
 
   Args:
     first: the first replica, without accumulators.
-    devices: for each of its stages, and then of its slices, the device of the copy. Tables are
-      beside slices.
+    devices: for each of its stages, and then of its slices, the device of the copy. Each table is
+      on the device of its slice.
   """
   copies: dict[int, tf.Variable] = {}
 
@@ -154,7 +154,7 @@ def SumStatistics(replicas: Sequence[Replica], xla: bool) -> None:
 
 
 class GradientSum:
-  """Adds the gradients of each weight over all replicas, in every replica to the same bits."""
+  """Adds the gradients of each weight over all replicas, bit-for-bit equally in each replica."""
 
   def __init__(self, replicas: Sequence[Replica], all_reduce: str = 'auto') -> None:
     """Groups the gradients into buckets.
@@ -162,8 +162,8 @@ class GradientSum:
     Args:
       replicas: all replicas, with their accumulators; one replica needs no sums.
       all_reduce: 'collective' (TensorFlow's collective operations; NCCL between GPUs), 'send' (two
-        replicas get each other's gradients and add them; of more, one adds for all and sends the
-        sum back), or 'auto': collective but on CPUs.
+        replicas exchange their gradients and both add them; of more replicas, one adds for all and
+        sends the sum back), or 'auto' ('send' on CPUs, else 'collective').
 
     Raises:
       ValueError: all_reduce is not an option.
@@ -235,7 +235,8 @@ class _Bucket:
     for i, of_replicas in enumerate(zip(*self._rows, strict=True), start=self._instance_key):
       values = _Values(self._devices, of_replicas)
       # The order in which TensorFlow adds three tensors or more depends on which of them it may
-      # overwrite. So two replicas add on their own; of more, one adds for all, and they take turns.
+      # overwrite. So two replicas each add for themselves; of more replicas one adds for all, and
+      # they take turns.
       adding = self._devices if num_replicas == 2 else [self._devices[i % num_replicas]]
       totals = []
       for device in adding:

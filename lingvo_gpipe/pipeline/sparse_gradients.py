@@ -33,7 +33,7 @@ class _Gradient(NamedTuple):
   Attributes:
     s: the stage.
     leaf: the index of the table among the trained leaves of the stage.
-    owner: the path of the weight; if it is tied, the owner's.
+    owner: the path of the weight, or of its owner if the weight is tied.
     by_micro_batch: for each micro-batch its gradients, in order.
   """
 
@@ -49,7 +49,7 @@ class _Gradient(NamedTuple):
 
 
 class _LookUps(enum.Enum):
-  """The rows that a table is looked up for, if there are more examples."""
+  """How the rows that a table is looked up for depend on the number of examples."""
 
   PROPORTIONAL = 'a fixed number for each example'
   CONSTANT = 'the same'
@@ -58,10 +58,11 @@ class _LookUps(enum.Enum):
 
 
 class SparseGradients:
-  """Knows which trained weights are only looked up, and joins their gradients of a step.
+  """Finds the trained weights that are only looked up, and joins their gradients of a step.
 
   Attributes:
-    uses: {path of a trained weight, of ties the owner's: each stage and trained leaf with it}.
+    uses: {path of a trained weight, or of its owner if it is tied: all stages and trained leaves
+      that hold it}.
   """
 
   def __init__(
@@ -89,7 +90,7 @@ class SparseGradients:
         self.uses.setdefault(self._Owner(s, leaf), []).append((s, leaf))
 
   def _Owner(self, s: stage_lib.Stage, leaf: int) -> str:
-    """Returns the path of a trained leaf of a stage, of a tied weight the owner's."""
+    """Returns the path of a trained leaf of a stage, or of its owner if the leaf is tied."""
     return self._ties.get(s.leaf_paths[leaf], s.leaf_paths[leaf])
 
   def IsDense(self, s: stage_lib.Stage, leaf: int) -> bool:
@@ -99,8 +100,8 @@ class SparseGradients:
   def Join(self, walks: Sequence[emission.Emission], args: Any) -> dict[str, tf.IndexedSlices]:
     """Joins the sparse gradients of a step, or adds them to accumulators.
 
-    Accumulators get the gradients of weights that are more than looked up, and of tables whose
-    look-ups are mixed.
+    Accumulators get the gradients of weights that have another use besides look-ups, and of tables
+    whose look-ups are mixed.
 
     Args:
       walks: of all replicas, complete.
@@ -124,7 +125,7 @@ class SparseGradients:
     is_mixed = (self._look_ups.get(g.path) is _LookUps.MIXED for g in gradients)
     # By owner: all gradients of a weight are joined, or all are in its accumulator.
     summed = {*dense, *(g.owner for g in itertools.compress(gradients, is_mixed))}
-    # By path, too, for each use of a tied table may look it up in another way.
+    # By path, too, because each use of a tied table may look it up in another way.
     of_owner: dict[str, dict[str, list[_Gradient]]] = {}
     for g in gradients:
       if g.owner not in summed:
@@ -146,7 +147,7 @@ class SparseGradients:
     # Replicas and micro-batches are in the order of the examples.
     by_micro_batch = [_Concat(x) for g in gradients for x in g.by_micro_batch]
     look_ups = self._look_ups.get(path, _LookUps.PROPORTIONAL)
-    # A last micro-batch may be smaller than a number of rows.
+    # The last micro-batch may have fewer examples than the constant number of rows.
     is_constant = len({x.indices.shape[0] for x in by_micro_batch}) == 1
     if is_constant and look_ups is _LookUps.CONSTANT:
       total = tf.add_n([x.values for x in by_micro_batch])
@@ -156,7 +157,7 @@ class SparseGradients:
     return by_micro_batch
 
   def _Measure(self, paths: Collection[str], args: Any) -> None:
-    """Traces the layers with tables for as many and for twice as many examples."""
+    """Traces the layers with tables for a micro-batch, and for twice as many examples."""
     once = self._Rows(paths, args, 1)
     try:
       twice = self._Rows(paths, args, 2)
@@ -165,7 +166,7 @@ class SparseGradients:
     for path in paths:
       rows, is_constant = once.get(path, (0, False))
       num_twice, _ = twice.get(path, (0, False))
-      # No rows, or None for an unknown number, prove nothing.
+      # No rows, or None for an unknown number, show nothing about the look-ups.
       if rows and num_twice == 2 * rows:
         self._look_ups[path] = _LookUps.PROPORTIONAL
       elif rows and num_twice == rows:
@@ -203,7 +204,7 @@ class SparseGradients:
 
 
 def _AddRows(gradients: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
-  """Adds rows of equal position and index to the first gradient, and leaves zeros of them.
+  """Adds rows of equal position and index to the first gradient; zeros replace them.
 
   Rows of other indices, which a micro-batch may have drawn at random, stay where they are.
   """

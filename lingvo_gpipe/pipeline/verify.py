@@ -179,7 +179,7 @@ def VerifyEngine(
       'one after another: compare in one replica'
     )
   dtype = _ComputeDtype(engine)
-  # Statistics that training moves must be equal in all runs, and in the end.
+  # Statistics that training changes must start equally in all runs, and be restored at the end.
   fixed = [v for s in engine.holders for v in tf.nest.flatten(s.variables) if not v.trainable]
   saved = [v.numpy() for v in fixed]
 

@@ -6,8 +6,8 @@
     B[slice, m]   takes these gradients           gives a part of dargs[S, m]
 
 S is the number of stages with layers. The loss is not an action: it runs on the device of the last
-of these stages, beside its actions, when the statistics of all slices are there. Without a loss
-slices give their logits, which are joined there.
+of these stages, outside of the chain of actions, as soon as the statistics of all slices have
+arrived. Without a loss, slices give their logits, which are joined on that device.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class VocabularyEmission(emission.Emission):
     self._tables = tables
     if tables:
       self._table = functions.SharedTable(tables[0])
-    # A look-up waits for the action before the last one of its device, so that rows are there in
-    # time, but not all at once. Gradients of rows are added in the order of backward.
+    # A look-up waits for the action before the last one of its device, so that rows arrive in time,
+    # but not all at once. Gradients of rows are added in the order of backward.
     self._before_lookup: list[tf.Tensor] = []
     self._last_gradient: dict[str, list[tf.Tensor]] = {}
     if with_loss:
@@ -197,7 +197,7 @@ class VocabularyEmission(emission.Emission):
     return [*super().LastResults(device), *row_gradients]
 
   def _CallLoss(self, m: int, function: Any, *args: Any) -> Any:
-    """Returns function(StageCall of the head, *args), on its device, beside the walk's calls."""
+    """Returns function(StageCall of the head, *args), on its device, outside the walk's chain."""
     s = self._head
     with (
       failures.NoteAction(str(s), s.layers, 'loss', m),

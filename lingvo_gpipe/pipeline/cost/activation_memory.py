@@ -23,9 +23,9 @@ class ActivationSizes:
     stage_input: the input of each stage.
     inner: everything else that a stage keeps from its forward pass for its backward pass.
     layer_inputs: the inputs of a stage's layers except the first (kept under policy `layer`); under
-      a `ByLayer` with the rest that its layers keep.
+      a `ByLayer`, plus everything else that its layers keep.
     largest_layer: the inner activations of a stage's largest layer (held within a backward under
-      policy `layer`); under a `ByLayer` the most that backward of a layer computes again.
+      policy `layer`); under a `ByLayer`, the most that the backward of a layer recomputes.
     weight_part: the part of the activations that W needs after I; None: all of them.
   """
 

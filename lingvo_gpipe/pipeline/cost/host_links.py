@@ -48,7 +48,7 @@ class HostLinks:
     self._latency = latency
     self._free: dict[tuple[int, Kind], float] = {}  # {(device, direction): when it is free}.
     self._ends: dict[Action, float] = {}  # {copy: when its tensors can be used}.
-    # {device: when the copies to the host end}, of those since its last action, and before it.
+    # {device: when its copies to the host end}: of copies since its last action, and before it.
     self._running: dict[int, float] = collections.defaultdict(float)
     self._ending: dict[int, float] = collections.defaultdict(float)
 
@@ -68,7 +68,8 @@ class HostLinks:
   def Ready(self, device: int, action: Action) -> float:
     """Returns when the device's next action may start, as far as copies matter."""
     load = dataclasses.replace(action, kind=Kind.LOAD)
-    # Only the first backward action of a micro-batch needs it; the others come later anyway.
+    # Only the first backward action of a micro-batch waits for the copy; the others run later
+    # anyway.
     ready = max(self._ending[device], self._ends.get(load, 0.0))
     self._ending[device] = self._running.pop(device, 0.0)
     return ready

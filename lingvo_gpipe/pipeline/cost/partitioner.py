@@ -101,7 +101,7 @@ def Partition(
     raise ValueError(f'{present} is set without {missing}; set both or neither')
   scaled = ExactIntegers('costs', costs)
   factor = fractions.Fraction(float(last_stage_factor))
-  # Both times the denominator, so that the costs stay integers.
+  # Multiply both by the denominator, so that the costs stay integers.
   inner = StageCosts([factor.denominator * cost for cost in scaled])
   last = StageCosts([factor.numerator * cost for cost in scaled])
   rooms = None
@@ -117,10 +117,10 @@ def PartitionStages(
 ) -> list[int] | None:
   """Returns the best cut by the module's criteria if a layer's cost depends on its stage.
 
-  As exact as `Partition`. Also as fast, if all stages but the last are alike and `rooms` grow along
-  layers and stages. They may not grow, because a stage that starts later may have a larger input:
-  then the best cut within the least growing rooms that contain `rooms` is tried first. If it
-  exceeds `rooms`, the search takes O(stages * layers * layers per stage).
+  The search is as exact as `Partition`. It is also as fast if all stages but the last are alike and
+  `rooms` grow along layers and stages. Rooms may shrink, because a stage that starts later may have
+  a larger input. In that case the best cut within the smallest growing rooms that contain `rooms`
+  is tried first. If it exceeds `rooms`, the search takes O(stages * layers * layers per stage).
 
   Args:
     stage_costs: for each stage the costs of all layers; the same object for stages that are alike.
@@ -142,8 +142,8 @@ def PartitionStages(
   # `_EndRanges` needs a layer that fits into a stage to fit into all later stages but the last.
   if len(set(map(id, stage_costs[:-1]))) > 1:
     return _BestInSets(tables, rooms)
-  # Grown rooms allow every cut that `rooms` allow. So if they allow none, there is none, and the
-  # best cut is also the best for `rooms` if it keeps within them.
+  # Grown rooms allow every cut that `rooms` allow. If they allow no cut, none exists; if their best
+  # cut fits into `rooms`, it is the best cut there, too.
   ends = _BestInRanges(tables, _GrowRooms(rooms))
   if ends is None:
     return None
@@ -163,7 +163,8 @@ def PartitionByCost(
 
   Args:
     costs: for each stage a function of (first layer, index after the last layer): the cost, or None
-      if such a stage is not possible. Neither may fall as a stage gets more layers at its end.
+      if such a stage is not possible. As a stage gets more layers at its end, its cost must not
+      fall, and an impossible stage must stay impossible.
     num_layers: L.
     bound: no possible stage costs more.
 
@@ -292,7 +293,7 @@ def _Room(
   *scaled, limit = ExactIntegers('memory', [*memory, memory_limit])
   prefix = [0, *itertools.accumulate(scaled)]
   room = [bisect.bisect_right(prefix, start + limit) - 1 for start in prefix[:-1]]
-  # Filling in order needs the fewest stages. It moves on at each step, for each layer fits alone.
+  # Filling in order needs the fewest stages. Each step advances, because every single layer fits.
   ends = [room[0]]
   while ends[-1] < num_layers:
     ends.append(room[ends[-1]])
@@ -332,7 +333,7 @@ class _Table:
       end = bisect.bisect_right(before, before[start] + cap, start, self.first + 1) - 1
       if end < self.first:
         return end
-    # From here on the stage contains layer `first`, or starts behind it.
+    # From here on the stage contains layer `first`, or starts after it.
     return bisect.bisect_right(after, after[start] + cap, end + 1) - 1
 
   def Earliest(self, end: int, cap: int) -> int:
@@ -520,7 +521,7 @@ def _BestInSets(
   starts: list[dict[int, int]] = []
   for table, room in zip(tables, rooms, strict=True):
     previous, best, start_of = best, {}, {}
-    # In order of starts: of equal weights the earliest start stays, which is criterion 4.
+    # Visit the starts in order, so that the earliest start wins among equal weights: criterion 4.
     for start, weight in sorted(previous.items()):
       for end in Ends(table, room, start, cap):
         cost = table.Cost(start, end)

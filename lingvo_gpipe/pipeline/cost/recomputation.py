@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses what a stage recomputes: the policy `auto`. No TensorFlow.
 
-Given the layers of a stage and its bytes, `Chooser.Choose` returns the policy that computes the
-least again:
+Given the layers of a stage and its bytes, `Chooser.Choose` returns the policy that recomputes the
+least:
 
 - one of the four policies that treat all layers alike (`rematerialisation.POLICIES`), or
 - for each layer one of its `stage_memory.Option`s: to keep everything, to recompute some named
   parts, or all of it. Backward then goes layer by layer.
 
 The second is a knapsack. With h micro-batches at the peak, the inputs of the stage's layers i, the
-bytes kept besides k and the bytes computed again within the backward of one layer w,
+bytes kept besides k and the bytes recomputed within the backward of one layer w,
 
     state + h (sum of i + sum of k) + max of w <= limit,   sum of times computed again: least
 
-For each value of the maximum, the least times for all sums of k are a list (`_Front`) that grows
-with each layer (AdaPipe, ASPLOS 2024, has the knapsack and searches for the cut around it; the
-partitioner here does that, see `partitioner.PartitionByCost`).
+For each value of the maximum, a list (`_Front`) has the least time for each sum of k. It grows with
+each layer. The knapsack is from AdaPipe (ASPLOS 2024), which also searches for the cut; here the
+partitioner does that (see `partitioner.PartitionByCost`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from lingvo_gpipe.pipeline.cost import (
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
 
-# Longer fronts are thinned. The choice may then compute again, at the worst, what the bytes of a
-# 512th of the stage would save.
+# Longer fronts are thinned. At worst the choice then recomputes the work that another 512th of the
+# stage's bytes would save.
 _MAX_FRONT = 512
 
-# With more different sizes of what backward of a layer computes again, some are taken for larger.
+# If the layers recompute more distinct numbers of bytes than this, some numbers are rounded up.
 _MAX_WORKINGS = 16
 
 _BY_LAYER = rematerialisation.ByLayer(())
@@ -176,7 +176,7 @@ class Chooser:
   def ChooseAll(self, ends: Sequence[int]) -> tuple[tuple[Choice, ...], bool]:
     """Returns the choice of each stage of a cut, and whether all of them keep the limit.
 
-    A stage that cannot has the policy that takes the least memory.
+    A stage that cannot keep it gets the policy that takes the least memory.
     """
     choices, fits = [], True
     for k, (start, end) in enumerate(partitioner.StageRanges(ends)):
@@ -188,7 +188,7 @@ class Chooser:
   def ChooseTogether(self, ends: Sequence[int]) -> tuple[tuple[Choice, ...], bool]:
     """Like `ChooseAll`, but a stage may use what the other stages of its device leave.
 
-    Earlier stages have the first choice, from what the others do not need in any case.
+    Earlier stages choose first, from the bytes that the other stages can do without.
     """
     ranges = partitioner.StageRanges(ends)
     least = [
@@ -250,7 +250,7 @@ class Chooser:
         self._counts[policy][stage] * forward,
         self._memory[policy].Activations(stage, start, end),
       )
-      for policy in reversed(rematerialisation.POLICIES)  # The simplest of equal ones first.
+      for policy in reversed(rematerialisation.POLICIES)  # The simplest of equal choices first.
     ]
 
   def _ByLayer(self, stage: int, start: int, end: int, limit: float) -> Choice | None:
@@ -283,7 +283,7 @@ class Chooser:
     )
 
   def _FrontOf(self, w: int, start: int, end: int) -> _Front | None:
-    """Returns the front of layers [start, end) whose options work with self._workings[w] bytes."""
+    """Returns the front of layers [start, end) that recompute at most self._workings[w] bytes."""
     fronts = self._fronts.setdefault((w, start), [_Front([0], [0], [0], [], None)])
     while len(fronts) <= end - start:
       options = [
@@ -335,7 +335,7 @@ class _Front:
       if not best or point[1] < best[-1][1]:
         best.append(point)
     if len(best) > _MAX_FRONT:
-      # The cheapest point of each of `_MAX_FRONT - 1` equal ranges of bytes, and the smallest.
+      # Keep the cheapest point of each of `_MAX_FRONT - 1` equal ranges of bytes, and the smallest.
       step = -(-(best[-1][0] - best[0][0]) // (_MAX_FRONT - 1))
       last_of_range = {-(-(point[0] - best[0][0]) // step): point for point in best}
       best = list(last_of_range.values())

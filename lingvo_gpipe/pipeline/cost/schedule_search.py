@@ -63,13 +63,13 @@ def Search(
   if memory_limit is not None:
     limits = per_stage.Expand('memory_limit', memory_limit, num_devices, 'device')
   judge = _Judge(costs, remat_policy, sizes, limits, trained)
-  # This one exists for any number of stages on each device.
+  # This schedule exists for any number of stages on each device.
   plain = schedules.Get('looped_bfs', num_stages, num_micro_batches, num_devices)
   for name in schedules.Names():
     try:
       schedule = schedules.Get(name, num_stages, num_micro_batches, num_devices)
     except ValueError:
-      continue  # It takes other numbers of stages or micro-batches.
+      continue  # The schedule does not exist for these numbers.
     if not schedule.forward_only:
       judge.Try(schedule)
   times = _Times(plain, costs, remat_policy, trained)
@@ -219,7 +219,7 @@ class _Times:
 
 
 class _Memory:
-  """The bytes that a device holds, as a rule of thumb: the simulator has the last word."""
+  """An estimate of the bytes that a device holds; the simulator decides in the end."""
 
   def __init__(
     self,
@@ -368,7 +368,7 @@ def _Improve(best: simulator.Result, judge: _Judge) -> simulator.Result:
     try:
       result = judge.Simulate(dataclasses.replace(best.schedule, actions=rows))
     except ValueError:
-      continue  # Actions come before what they need.
+      continue  # An action precedes one of its dependencies.
     if _Length(result) <= _Length(best) and judge.Fits(result):
       best = result
   return best

@@ -22,8 +22,8 @@ The model:
 - With replicas, a stage's gradients are added over the replicas (all-reduce) after its last
   backward action, which takes no device time either. The update waits for the sums.
 
-- Slices of the vocabulary get the last activation each, and send back a gradient each. The loss
-  between their forward and their backward needs some numbers for each token, which only the latency
+- Each slice of the vocabulary gets the last activation and sends back a gradient. Between its
+  forward and its backward, the loss needs some numbers for each token, which only the latency
   delays.
 
 Not modelled: the transfers of skip connections, memory bandwidth that devices share, and links that
@@ -405,7 +405,7 @@ class _Links:
     return sum(self._received.get((n, action.stage), 0) for n in self._RemoteInputs(action))
 
   def _RemoteInputs(self, action: Action) -> list[Action]:
-    # Inputs from its own stage were made by its own device, earlier in its order.
+    # Inputs from the same stage were made on the same device, earlier in its order.
     return [n for n in self._work.Dependencies(action) if n.stage != action.stage]
 
   def Send(self, action: Action, time: float) -> float:

@@ -121,7 +121,7 @@ def WithSliceBytes(
   elif has_table:
     divided += first.state
     of_owner = [max(head.of_owner, first.of_owner)] * len(slices)
-    # It gets rows, as the second layer does.
+    # The first layer gets rows, as the second layer does.
     first = dataclasses.replace(first, state=0, of_owner=0, inputs=sizes[1].inputs)
   parts = [
     dataclasses.replace(
@@ -137,7 +137,7 @@ def WithSliceBytes(
 
 
 def SliceSizes(loads: Sequence[float], work: float, num_parts: int) -> list[int]:
-  """Returns for each device the size of its slice, so that all are as busy.
+  """Returns for each device the size of its slice, so that all devices are equally busy.
 
   Devices with less work get larger slices. A device whose other work is above the level of the
   others gets one part. No other sizes make the busiest device less busy, up to one part and a

@@ -179,7 +179,7 @@ class Cut:
   def speed_up(self) -> float:
     """The speed relative to one device with the same policy and M, from `simulated`.
 
-    Under `auto` one device, which would need the memory of all, is taken to recompute nothing.
+    Under `auto` the one device is assumed to have the memory of all and to recompute nothing.
     """
     policy = 'none' if self.choices else self.remat_policy
     one_device = stage_work.OneDevice(self.work, self.num_micro_batches, policy)
@@ -314,8 +314,8 @@ def MakeCut(
     xla: whether XLA compiles the stages.
     weights: the weights that are trained; by default all of them, with two optimizer slots each.
     memory_limit: the most bytes that the stages of one device may need, as `stage_memory` predicts;
-      0: no limit. With a shared vocabulary the balanced cut must keep it; no other one is tried,
-      but `auto` recomputes as much as it takes.
+      0: no limit. With a shared vocabulary the balanced cut must keep it; no other cut is tried,
+      but `auto` recomputes as much as that takes.
     device: the device to measure times on; '' is TensorFlow's choice.
     prefix: the beginning of error messages.
     shares_vocabulary: whether to share the last layer, a softmax, out over all devices, so that

@@ -18,7 +18,7 @@ from lingvo_gpipe.graph import flop_rules
 from lingvo_gpipe.pipeline.cost import stage_memory
 from lingvo_gpipe.pipeline.stages import retraces, split_backward, stage_math, vjp
 
-# Each subset of a layer's parts is an option; of more parts the first ones by name are used.
+# Each subset of a layer's parts is an option. If it has more parts, the first by name are used.
 _MAX_PARTS = 3
 
 
@@ -312,7 +312,7 @@ def _KeepOptions(
       residuals = product.ForwardResiduals(again.__contains__)
       num_bytes = sum(flop_rules.Elements(t) * t.dtype.size for t in residuals)
       repeated = sum(flops[name] for name in product.RepeatedOps(residuals))
-      if not recomputed:  # Cheap operations are repeated in any case.
+      if not recomputed:  # Cheap operations are always repeated.
         always, all_bytes = repeated, num_bytes
       share = fractions.Fraction(max(repeated - always, 0), max(sum(flops.values()), 1))
       options.append(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a simulated step as SVG: a row of actions for each device, and below it what it holds.
+"""Draws a simulated step as SVG: a row of actions for each device, above a curve of what it holds.
 
     device 0  |F0 |F1 |F2 |...|B0    |B1    |     one rect an action, its width is its time
               ▁▁▁▃▃▃▅▅▅▅▅▅▅▅▅▅▅▃▃▃▃▁▁             micro-batches held, relative to the most of all
@@ -62,7 +62,7 @@ def _Rect(
     return ''
   x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
   schedule, action = result.schedule, span.action
-  # Later stages of a device are paler; so is what is not an action's own work.
+  # Later stages of a device are paler; so is work that does not belong to an action.
   turn, last_turn = (
     action.stage // schedule.num_devices,
     schedule.num_stages // schedule.num_devices,
@@ -83,7 +83,7 @@ def _Rect(
 
 
 def _Pale(kind: actions.Kind, opacity: float) -> str:
-  """Returns a kind's colour mixed with white: transparent, it would be too dark on dark pages."""
+  """Returns a kind's colour mixed with white: a transparent colour is too dark on dark pages."""
   colour = timeline_html.COLOURS[kind]
   parts = (255 - opacity * (255 - int(colour[i : i + 2], 16)) for i in (1, 3, 5))
   return '#' + ''.join(f'{round(part):02x}' for part in parts)

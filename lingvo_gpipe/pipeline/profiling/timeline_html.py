@@ -39,7 +39,8 @@ _NAMES = {
 # devices, height of the axis; widths of the drawing, of an action and of a letter.
 _LEFT, _MEASURED, _SIMULATED, _GAP, _AXIS = 120, 24, 13, 12, 24
 _MIN_WIDTH, _ACTION_WIDTH, _LETTER_WIDTH = 1050, 22, 7
-# After a `<h2>`. Each part matches in one way only, so that the time is linear in the page.
+# The page from the text of a title to the end of its picture. Each part matches in one way only, so
+# that the time is linear in the length of the page.
 _PICTURE = re.compile(r'([^<]*)</h2>\s*<svg ([^>]*)><style>[^<]*</style>(.*?)</svg>', re.S)
 _VIEW_BOX = re.compile(r'viewBox="0 0 ([0-9]{1,9}) ([0-9]{1,9})"')
 _STYLE = """
@@ -50,7 +51,7 @@ svg { display: block; }
 table { border-collapse: collapse; margin-top: 1.5em; }
 td, th { padding: 2px 12px; text-align: right; }
 """.strip()
-# In the picture itself, which may be copied into another page.
+# This style is inside the picture, because the picture may be copied into another page.
 _SVG_STYLE = """
 svg text { font: 11px sans-serif; fill: currentColor; } svg rect + text { fill: #222; }
 svg line { stroke: currentColor; opacity: 0.2; }

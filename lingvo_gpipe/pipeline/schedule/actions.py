@@ -11,7 +11,7 @@ The text form is `<stage><kind><micro-batch>`, as in torch.distributed.pipelinin
     0O3   offload: copies the tensors that wait for backward to the memory of the host
     0L3   load: copies them back
 
-`ActionsOfCell` also reads PyTorch's other marks, as its CSV files have them.
+`ActionsOfCell` also reads the other marks in PyTorch's CSV files.
 
 V, O and L are not part of PyTorch's notation. Only the last stage can run V, because it computes
 the loss and so needs no gradient from a later stage. O and L are copies: they take the link between
@@ -105,7 +105,7 @@ def ActionsOfCell(text: str) -> tuple[Action, ...]:
   one runs first, because a device runs one action at a time.
 
   Raises:
-    ValueError: the cell is nothing of this.
+    ValueError: the cell holds anything else.
   """
   text = text.strip()
   if text in ('', 'None') or _IMPLIED.fullmatch(text):
@@ -116,10 +116,10 @@ def ActionsOfCell(text: str) -> tuple[Action, ...]:
 
 
 def WithEndsOfCopies(row: Iterable[Action]) -> Iterator[Action]:
-  """Yields the actions of a device, but each O where the device has its memory back.
+  """Yields the actions of a device, but each O when the device has its memory back.
 
   A copy to the host may last as long as the next computation of the device. The computation after
-  that waits for its end, and so do the copies from the host before that computation.
+  that one waits for the end of the copy. So do copies from the host that precede that computation.
   """
   ending: list[Action] = []
   running: list[Action] = []

@@ -9,9 +9,9 @@ goes some computations ahead of B or I, here one:
 
 A copy to the host lasts no longer than the next computation, and then the one after that waits for
 it (`actions.WithEndsOfCopies`). So a device never holds more than the order of its actions says,
-however slow the link is. Where F and B have fewer than three computations between them, nothing is
-gained. A copy from the host that takes longer than one computation costs no time if L is further
-ahead, but then the device holds the tensors for longer.
+however slow the link is. Offloading saves nothing if F and B have fewer than three computations
+between them. A copy from the host that takes longer than one computation costs no time if L is
+further ahead, but then the device holds the tensors for longer.
 
 Several sets of (stage, micro-batch) reduce the peak of a device to its least. `WithOffload` takes
 one of the smallest: the pairs whose B is furthest away.
@@ -39,7 +39,7 @@ class _Stay:
 
   Attributes:
     forward: the position of F on the device.
-    load: the position of the computation that L is beside.
+    load: the position of the computation that L runs alongside.
   """
 
   forward: int
@@ -48,7 +48,7 @@ class _Stay:
   @property
   def away(self) -> range:
     """The computations in which the host has the tensors, if they are offloaded."""
-    return range(self.forward + 2, self.load)  # In the next one after F, O is under way.
+    return range(self.forward + 2, self.load)  # O lasts until the end of the next one after F.
 
 
 def WithOffload(
@@ -124,7 +124,7 @@ def _WithCopies(row: Sequence[Action], num_stages: int, share: float, ahead: int
 def _Choose(stays: Sequence[_Stay], held: Sequence[int], most: int) -> list[_Stay] | None:
   """Returns the fewest stays whose offload leaves at most `most` at any time, or None.
 
-  Goes through the computations and, if one is left with too many, offloads what comes back last.
+  Goes through the computations. If the device holds too many in one, offloads the last to return.
 
   Args:
     stays: all that could be offloaded, in the order of their F.

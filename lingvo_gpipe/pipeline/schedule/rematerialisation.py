@@ -60,7 +60,7 @@ class ByLayer:
     return ', '.join(f'{name} of {count}' for name, count in sorted(counts.items())) or 'none'
 
 
-# The policy of one stage, or of all: one of `POLICIES`, or which layers; or of each stage its own.
+# The policy of one stage; and of all stages, the same for all or one for each.
 StagePolicy = str | ByLayer
 Policy = StagePolicy | Sequence[StagePolicy]
 

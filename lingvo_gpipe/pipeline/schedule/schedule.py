@@ -6,8 +6,8 @@ A schedule gives each device an ordered list of actions, and says which device o
     device 0   0F0  0F1  0B1  0B0        owns stage 0
     device 1   1F0  1F1  1B1  1B0        owns stage 1
 
-That is all. When an action runs follows from the order and the dependencies between actions, and
-transfers between devices are implied:
+A schedule stores nothing else. The order and the dependencies between actions determine when each
+action runs, and transfers between devices are implied:
 
     F of a stage      needs F of the stage before it
     B or I            needs F of its own stage, and B, I or V of the stage after it
@@ -28,9 +28,8 @@ between their forward and their backward. If stages 0 and 1 have the layers, and
     B or I of the last stage   needs B or I of all slices
     with layers
 
-The engine traces the calls in this order, and the simulator predicts
-their times. This module does not know any schedule by name: `schedules` does, and other folders
-import these classes from there.
+The engine traces the calls in this order, and the simulator predicts their times. This module does
+not know any schedule by name: `schedules` does, and other folders import these classes from there.
 """
 
 from __future__ import annotations
@@ -250,8 +249,8 @@ class Schedule:
     """Checks everything that the engine relies on, and returns the schedule itself.
 
     - Each stage processes each micro-batch exactly once, on the device that owns the stage.
-    - It does so as F and B, as F, I and W, or (last stage only) as V. In a schedule without
-      gradients, as F. Between F and B or I there may be O and L, both or none.
+    - It does so as F and B, as F, I and W, or (last stage only) as V; in a schedule without
+      gradients, as F alone. O and L, always both, may come between F and B or I.
     - No action precedes an action of its own device that it depends on.
     - No devices wait for each other for ever.
 
@@ -263,7 +262,7 @@ class Schedule:
 
   @functools.cached_property
   def _is_valid(self) -> bool:
-    """Always True; the first look checks the schedule, which never changes, and may raise."""
+    """Always True. The first access checks the schedule, which never changes, and may raise."""
     self._CheckCounts()
     self._CheckOwners()
     self._CheckComplete()
@@ -395,7 +394,7 @@ class Schedule:
 
   def _Deadlock(self, position: list[int], done: set[Action]) -> ValueError:
     """Returns an error that describes a cycle of devices that wait for each other."""
-    # From any stuck device, follow the device that it waits for until one comes up again.
+    # From any stuck device, follow the device that it waits for until a device repeats.
     device = next(d for d, row in enumerate(self.actions) if position[d] < len(row))
     waits: dict[int, str] = {}
     while device not in waits:

@@ -61,8 +61,8 @@ def DualPipeV(num_stages: int, num_micro_batches: int, num_devices: int) -> Sche
 
   DeepSeek runs such a pair at the same time, to hide the transfers of one behind the other. A
   device runs one action at a time, so F comes first here. A device holds 2K+1 half stages and idles
-  K-1 units besides 6M of work. The order has its form from 2K micro-batches; with fewer it is the
-  longer order without the others.
+  K-1 units besides 6M of work. The order is complete from 2K micro-batches on; for fewer, it is the
+  order for 2K without the surplus ones.
   """
   orders.CheckTwoStagesADevice('dualpipe_v', num_stages, num_devices)
   total = max(num_micro_batches, num_stages)

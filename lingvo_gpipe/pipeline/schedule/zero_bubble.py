@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zero-bubble schedules: backward is split into I and W, and W fills the time of waiting.
+"""Zero-bubble schedules: backward is split into I and W, and W fills idle time.
 
 After "Zero Bubble Pipeline Parallelism" (Qi et al. 2023, arXiv:2401.10241); `zb_h1` of the same
 paper is in `schedules`.
@@ -15,7 +15,7 @@ Schedule = schedules.Schedule
 
 @schedules.Register('zb_2p')
 def ZeroBubble2P(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
-  """ZB-H2: 2(K-k)-1 forwards at stage k, then I, W and F in turn, W behind I by 2k micro-batches.
+  """ZB-H2: 2(K-k)-1 forwards at stage k, then I, W and F in turn, W 2k micro-batches after I.
 
   A stage holds up to 2K-1 micro-batches, where the paper's ZB-2p may hold 2K. From 2K-1
   micro-batches a device idles (K-1) max(F, I-F, F+I-2W), and F = I = W leave no gap between its
@@ -38,7 +38,7 @@ def ZeroBubble2P(num_stages: int, num_micro_batches: int, num_devices: int) -> S
 
 @schedules.Register('interleaved_zb')
 def InterleavedZeroBubble(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
-  """`zb_h1` for several stages per device: `interleaved_1f1b` with I, and W d actions behind.
+  """`zb_h1` for several stages per device: `interleaved_1f1b` with I for B, and W d actions later.
 
   Device d begins with (v-1)K + K-1-d forwards, fewer than `interleaved_1f1b`. A device
   holds vK stages and micro-batches, and idles K-1 units besides 3vM of work if F = I = W.
@@ -61,8 +61,8 @@ def ZeroBubbleV(num_stages: int, num_micro_batches: int, num_devices: int) -> Sc
   """ZB-V: two stages per device in a V, down the devices and up again.
 
   A device holds 2K half stages, as much as the first one of `1f1b`, and idles K-1 units besides 6M
-  of work if F = I = W. The order has its form from 2K-1 micro-batches; with fewer it is the longer
-  order without the others.
+  of work if F = I = W. The order is complete from 2K-1 micro-batches on; for fewer, it is the order
+  for 2K-1 without the surplus ones.
   """
   orders.CheckTwoStagesADevice('zb_v', num_stages, num_devices)
   total = max(num_micro_batches, 2 * num_devices - 1)

@@ -63,7 +63,8 @@ def NoteAction(
 ) -> Iterator[None]:
   """Adds to an exception of the enclosed code the action of the schedule that raised it.
 
-  If TensorFlow names the failed operation, its layer is added too, or that it belongs to the loss.
+  If TensorFlow names the failed operation, the note also names its layer, or the loss if it belongs
+  there.
 
   Args:
     stage: the text of the stage.

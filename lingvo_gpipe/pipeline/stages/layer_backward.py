@@ -77,8 +77,8 @@ class LayerBackward:
     Args:
       math: the computations of the stage.
       xla: whether XLA compiles the functions.
-      layers: for each layer the parts that backward recomputes; None: all of it. Empty: all of
-        each.
+      layers: for each layer the parts that backward recomputes; None: the whole layer. Empty: every
+        layer as a whole.
     """
     self._math, self._xla = math, xla
     self._layouts: dict[Any, _Layout] = {}
@@ -109,7 +109,7 @@ class LayerBackward:
   def Forward(
     self, call: stage_math.StageCall
   ) -> tuple[Any, nested_map.NestedMap, list[tf.Tensor]]:
-    """Returns (y, sums, residuals): each tensor that backward needs besides x, once."""
+    """Returns (y, sums, residuals); residuals are all tensors that backward needs besides x."""
     y, sums, only_kept = self._forward(call)
     # Tensors of y are not returned twice: XLA would copy them.
     output_tensors, layout = leaves.Tensors(y), self._layouts[_Key(call)]
@@ -243,6 +243,6 @@ def _Take(gradients: Iterator[tf.Tensor], nest: Any) -> list[tf.Tensor]:
 def _WaitFor(gradient: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
   """Returns x, made to wait for a gradient even under XLA."""
   element = tf.math.real(tf.reshape(gradient, [-1])[:1])
-  # No number is finite and above the greatest; no compiler has noticed so far.
+  # No number is finite and above the greatest; so far no compiler folds this condition.
   never = tf.math.is_finite(element) & (element > element.dtype.max)
   return tf.where(tf.reduce_any(never), tf.zeros_like(x), x)

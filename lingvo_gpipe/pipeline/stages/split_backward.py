@@ -47,7 +47,7 @@ class SplitBackward:
     Args:
       math: the computations of the stage.
       xla: whether XLA compiles the functions.
-      layers: for each layer of the stage the parts that backward recomputes; None: all of it.
+      layers: for each layer of the stage the parts that backward recomputes; None: the whole layer.
         Empty: nothing is recomputed.
       is_inner: whether the functions run as parts of another one.
     """
@@ -135,7 +135,7 @@ class SplitBackward:
           tape.watch([*chosen, *floats])
           with side_effects.NewOperations() as forward:
             y, sums, objective = math.Outputs(stage_math.StageCall(packed, x, side, context))
-          # The losses of the stage begin their own backward; for y, dy is given.
+          # Backward starts from the stage's own losses, and from y with the gradient dy.
           dy = [tf.raw_ops.Placeholder(dtype=t.dtype, shape=t.shape) for t in leaves.Floats(y)]
           grads = tape.gradient(
             objective,
@@ -144,7 +144,7 @@ class SplitBackward:
           )
         dw = grads[: len(chosen)]
         dx = leaves.DenseGradients(floats, grads[len(chosen) :])
-        if not self._xla:  # It compiles no assertions.
+        if not self._xla:  # XLA compiles no assertions.
           y, sums = side_effects.WithChecks(forward, (y, sums))
         self._outputs[key] = (y, sums)
         return leaves.Tensors((y, sums)), dy, dx, dw
@@ -156,7 +156,7 @@ class SplitBackward:
     return self._products[key]
 
   def _IsRecomputed(self) -> Callable[[str], bool]:
-    """Returns whether backward recomputes the operation of a name, in the running stage."""
+    """Returns a function (name of an operation of the stage) -> whether backward recomputes it."""
     layers = self._math.stage_layers
 
     def IsRecomputed(op_name: str) -> bool:
@@ -178,6 +178,6 @@ class SplitBackward:
 
 
 def _WithNones(nest: Any, flat: Sequence[tf.Tensor]) -> list[Any]:
-  """Returns the leaves of a nest: its None, and tensors from the front of `flat`."""
+  """Returns the leaves of a nest: None stays, and the others are the first tensors of `flat`."""
   tensors = iter(flat)
   return [None if leaf is None else next(tensors) for leaf in tf.nest.flatten(nest)]

@@ -32,7 +32,7 @@ class StageFunctions:
     ForwardBackward: tf.function (call, accumulators) -> (dx, sums, accumulated); only for the last
       stage, which has the loss, so that nothing is recomputed.
     ThetaBackward: tf.function (call, dy) -> (gradients of the floating weights, dx); for weights
-      given as tensors, under somebody else's tape.
+      given as tensors, under a user's tape.
     InputGradient, WeightGradient: see `SplitBackward`; to be called without residuals.
 
   `call` is a StageCall. `y` is NestedMap(args, skips): the last layer's outputs, a tuple or not,
@@ -60,7 +60,7 @@ class StageFunctions:
     Args:
       math: the computations of the stage.
       xla: whether XLA compiles the functions.
-      halves: has I and W; None if nobody calls them.
+      halves: the functions I and W; None if no action calls them.
       is_inner: whether the functions run as parts of another one.
     """
     self._math = math
@@ -101,9 +101,9 @@ class StageFunctions:
   ) -> tuple[list[tf.Tensor], nested_map.NestedMap, stage_math.Accumulated]:
     """Runs the stage from its input, then its gradients, within the same trace.
 
-    Not by `tf.recompute_grad`: TensorFlow keeps what it recomputes as long as the process runs, so
-    all weights of each pipeline would stay in memory. It would also trace the stage twice, and hide
-    a recomputation from a tape within a layer.
+    Does not use `tf.recompute_grad`: TensorFlow keeps the function to recompute as long as the
+    process runs, so all weights of each pipeline would stay in memory. `tf.recompute_grad` would
+    also trace the stage twice, and hide a recomputation from a tape within a layer.
     """
     math = self._math
     math.CountTrace(call.x, call.side)

@@ -115,7 +115,7 @@ class StructureKey:
     self._hash = hash((type(layer), self._key))
     if self._key is None:
       self._key = layer.params.Copy()
-      # A name decides paths and seeds, and the caller of a trace brings both.
+      # The name only decides paths and seeds, and the caller of a trace passes both.
       self._key.name = ''
       self._attributes = layer.Attributes()
       self._hash = hash(self._key.ToText())
@@ -375,7 +375,7 @@ class StageMath:
           out, stashed = AsTensors(layer, out), AsTensors(layer, stashed)
       aux_losses: AuxLosses = {}
       for owner, name, value, coefficient in inner.aux_losses:
-        # An index instead of a path, for stages of equal structure share the trace:
+        # An index instead of a path, because stages of equal structure share the trace:
         # `Stage.AbsoluteName` puts the path of the calling stage back.
         key = f'{self._start + i}:{owner.path[len(layer.path) :]}.{name}'
         if key in aux_losses:
@@ -501,7 +501,8 @@ class StageMath:
       with failures.LossScope(), reads, side_effects.Forbid('the loss'), captures:
         if self._LossTakesInputs(len(self.layers) - 1):
           tensors = tf.nest.map_structure(tf.convert_to_tensor, theta[-1])
-          # Their gradient comes through the loss, too, which may be NaN if nothing counts.
+          # The gradient of these weights comes through the loss, too, which may be NaN if its
+          # weight is zero.
           outputs = self._ForLoss(Counted(tensors), outputs)
         theta = self._ThetaOfLoss(theta)
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
@@ -513,17 +514,17 @@ class StageMath:
       raise
 
   def _ThetaOfLoss(self, theta: list[Any]) -> list[Any]:
-    """Returns what the loss gets of the stage's weights."""
+    """Returns the stage's weights as the loss gets them."""
     return theta
 
   def _ForLoss(self, theta: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns what the loss gets of the last layer's inputs."""
+    """Returns the last layer's inputs as the loss gets them: objects that stand for the outputs."""
     return self.layers[-1].ForLoss(theta, *inputs)
 
   def _Sums(
     self, metric_sums: dict[str, tf.Tensor], rows: dict[str, tf.Tensor]
   ) -> nested_map.NestedMap:
-    """Returns both, and the sums that layers reported in this context by AddSums."""
+    """Returns the sums of metrics, the rows, and the sums that layers reported by AddSums."""
     index = {id(layer): i for i, layer in enumerate(self.layers)}
     layer_sums = {}
     for owner, sums in fprop_context.Current().layer_sums.values():

@@ -11,9 +11,9 @@ part gets the results that it needs from an earlier part, its residuals, as tens
 
 Residuals are results of expensive operations (products, convolutions, reductions, random numbers)
 and masks. Cheap results are computed again from them, which XLA fuses. Weights and the stage's
-inputs are never residuals, because all parts have them. A policy may have more computed again: of
-an operation that is recomputed, only results that other operations of the forward pass take are
-residuals.
+inputs are never residuals, because all parts have them. A policy may recompute more: the results of
+a recomputed operation are residuals only if operations of the forward pass that are not recomputed
+take them.
 
 tf.compat.v1.wrap_function is the only public way to take a subgraph out of a traced function.
 """
@@ -44,7 +44,7 @@ class SplitVjp:
   """A vector-Jacobian product of weights, inputs and dy, and its parts.
 
   Each part is a function of flat tensors: the weights' resource handles, the inputs, then the
-  arguments named below. It is made when it is first asked for, because no schedule needs all parts.
+  arguments named below. Each is made at its first use, because no schedule needs all parts.
 
   Attributes:
     forward: (handles, inputs) -> y + residuals for `backward`.
@@ -240,9 +240,10 @@ def _Residuals(
 
   @functools.cache
   def RepeatedPools() -> set[str]:
-    """Names of the max pools whose gradient the fetches need. It needs the inputs in any case.
+    """Returns the names of the max pools whose gradients the fetches need.
 
-    On CPUs oneDNN computes the gradient 20 times as fast if the pool runs in the same graph.
+    The gradient needs the pool's inputs anyway, and on CPUs oneDNN computes it 20 times as fast if
+    the pool runs in the same graph.
     """
     needed = Ancestors(fetches, fed)
     grads = (op for name, op in needed.items() if op.type == 'MaxPoolGrad' and name not in ran)

@@ -94,7 +94,7 @@ def MoveShards(head: stage.Stage, sizes: Sequence[int], devices: Sequence[str]) 
   num_shards, slices = len(whole.shards), []
   for number, (size, device) in enumerate(zip(sizes, devices, strict=True)):
     first = sum(sizes[:number])
-    # Exact, for each size is a multiple of a shard's.
+    # The division is exact, because each size is a multiple of a shard's.
     start, end = (num_shards * c // sum(sizes) for c in (first, first + size))
     variables = [nested_map.NestedMap(shards=whole.shards[start:end])]
     trained, mirrors = head.OfVariables(variables)
@@ -115,7 +115,7 @@ def MoveShards(head: stage.Stage, sizes: Sequence[int], devices: Sequence[str]) 
       )
     )
   # The slices have these weights and their gradients from now on. The cached properties of the head
-  # stay right, for nothing has read them yet.
+  # are not stale, because nothing has read them yet.
   head.variables, head.trained, head.mirrors = [nested_map.NestedMap(shards=[])], {}, {}
   return slices
 
@@ -379,7 +379,7 @@ class SharedLoss:
     inputs = leaves.Floats(call.x)
 
     with math.EnterContext(call.context.seeds), tf.GradientTape() as tape:
-      # The inputs only to refuse any use besides the logits, whose gradient the slices return.
+      # Watch the inputs only to refuse uses besides the logits, whose gradient the slices return.
       tape.watch([floats, inputs])
       # The mean of an empty micro-batch may be NaN, like the outputs of a last layer.
       counted = [

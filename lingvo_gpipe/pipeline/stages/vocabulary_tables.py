@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shared embedding: each device looks up the ids whose rows it has, beside the actions.
+"""A shared embedding: each device looks up the ids whose rows it has, outside of the schedule.
 
     device 0   table 0: ids ──> rows, or zeros ──┐                               ┌──> accumulators
     device 1   table 1: ids ──> rows, or zeros ──┼──> sum ──> F .. B of stage 0 ──┼──> accumulators
