@@ -71,7 +71,7 @@ def Split(gpus: Sequence[Any], num_logical: int) -> None:
 
 
 def LogicalMemory(gpu: Any, num_logical: int) -> int:
-  """Returns the MiB of each of several logical devices of a GPU: equal shares of what is free.
+  """Returns the MiB of each of several logical devices of a GPU: equal shares of its free memory.
 
   Raises:
     ValueError: the memory of the GPU is unknown or too small.
@@ -125,7 +125,7 @@ def _Cards() -> list[tuple[str, str, str]]:
 
 
 def Notes(gpus: Sequence[Any]) -> list[str]:
-  """Returns the models of GPUs, and what is free of each GPU that other processes use."""
+  """Returns the models of GPUs, and the free memory of each GPU that other processes use."""
   notes = sorted({Model(gpu) for gpu in gpus} - {''})
   for gpu in gpus:
     total, free = Memory(gpu) or (0, 0)
@@ -192,7 +192,7 @@ def StartTpu() -> tuple[str, ...]:
   """Connects to a TPU, starts it and returns the names of its cores, once per process.
 
   The environment variable TPU_NAME names the TPU; without it, the TPU belongs to this machine.
-  TensorFlow lists no TPU core before.
+  TensorFlow does not list the cores before that.
 
   Raises:
     ValueError: there is no such TPU, it accepts no connection, or this TensorFlow cannot use it.

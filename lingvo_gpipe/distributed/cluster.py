@@ -92,7 +92,7 @@ class Cluster:
         (CUDA_VISIBLE_DEVICES hides others). The first index is the device of stage 0. None uses the
         first accelerators.
       logical_devices_per_gpu: splits each GPU into this many devices, with equal shares of its free
-        memory; None leaves GPUs as they are. One GPU can so try a pipeline.
+        memory; None leaves GPUs as they are. This way one GPU can try out a pipeline.
       gpu_memory: allocation of memory of GPUs, one of `accelerators.MEMORY`.
 
     Raises:

@@ -31,7 +31,7 @@ def DropOutput() -> Iterator[None]:
     log_stream = log.setStream(stderr)
     try:
       yield
-    except (ValueError, OSError, KeyboardInterrupt):  # They explain themselves.
+    except (ValueError, OSError, KeyboardInterrupt):  # These errors explain themselves.
       raise
     except BaseException:
       dropped.seek(0)

@@ -134,7 +134,8 @@ def Call(host: str, function: Callable[..., Any], *args: Any) -> Any:
     The results of the function: tensors, which stay on the host.
   """
   if host != HERE:
-    # A direct call would warn of frequent retracing, because a bundle has groups of many types.
+    # A direct call would log warnings of frequent retracing, because a bundle has groups of many
+    # types.
     traced = _MakeFunction(host, function).get_concrete_function(*args)
     with _GATE.Enter(traced):
       return traced(*args)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a process that waits for a worker which answers nothing any more.
+"""Ends a process that waits for a worker which no longer answers.
 
 TensorFlow waits for the answer to a call without a time limit. Steps have limits of their own, but
 nobody knows how long it may take to create variables, to restore and to compile. Whether a worker
-answers at all is known. Another process asks, because some calls of TensorFlow hold Python's lock
-while they wait.
+answers at all can be tested, though. A separate process asks, because some calls of TensorFlow hold
+Python's lock while they wait.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _PAUSE_SECONDS = 5.0
 
 
 def Start(seconds: float, status: int) -> None:
-  """Starts a process that ends this one if a worker answers nothing for a time.
+  """Starts a process that ends this one if a worker does not answer for a time.
 
-  Call it before this process uses TensorFlow. The workers are those to which it connects then.
+  Call it before this process uses TensorFlow. It watches the workers to which this process then
+  connects.
 
   Args:
     seconds: the time.
@@ -62,7 +63,7 @@ def _Watch(parent: int, reader: int, seconds: float, status: int) -> NoReturn:
 
 
 def AwaitSilence(addresses: Collection[str], seconds: float, parent: int) -> str | None:
-  """Returns a text about the first worker that answers nothing for this time.
+  """Returns a text about the first worker that does not answer for this time.
 
   Returns None if the process `parent`, which started this one, has ended.
   """

@@ -159,7 +159,7 @@ class EvalProgram:
       The exit status; 1 if no process trains any more although the training has not ended.
 
     Raises:
-      ValueError: there is no checkpoint and will be none, or the run has different Params.
+      ValueError: no checkpoint exists or will be written, or the run has different Params.
       DamagedError: the checkpoint cannot be read. While following a run damaged checkpoints are
         skipped; the error is raised if training has ended without a readable one.
     """
@@ -295,7 +295,7 @@ class EvalProgram:
     print(f'data: {"; ".join(job.Describe() for job in self._jobs)}', flush=True)
 
   def _CheckParams(self, info: checkpointer.CheckpointInfo) -> None:
-    """Raises ValueError if the checkpoint has different Params; they may differ between two."""
+    """Raises ValueError if the checkpoint has different Params; a later one may have others."""
     self._checked = params_change.CheckEvaluated(
       info, self._params, self._allow_params_change, self._checked
     )

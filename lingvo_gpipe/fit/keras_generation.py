@@ -71,8 +71,8 @@ class GenerationSteps:
     self._signature = inspect.signature(model.call_with_cache)
     self._fill = tf.function(model._build_cache, autograph=False)
     self._extend = tf.function(self._Extend, autograph=False)
-    # The structure of the model's cache, and for each tensor in it: whether it is in pieces, and
-    # their devices.
+    # The structure of the model's cache; for each tensor in it, whether it is in pieces, and the
+    # devices of the pieces.
     self._structure: Any = None
     self._pieces: list[tuple[bool, list[str]]] = []
 
@@ -119,7 +119,7 @@ class GenerationSteps:
     return logits, hidden_states, keras.tree.pack_sequence_as(self._structure, pieces)
 
   def _Join(self, cache: Any, _: _DeviceFunction) -> Any:
-    """Returns the cache of the call before in the structure that the model expects."""
+    """Returns the cache of the previous call in the structure that the model expects."""
     flat = iter(keras.tree.flatten(cache))
     tensors = []
     for is_stack, devices in self._pieces:
@@ -198,7 +198,7 @@ class _Stack:
 
 
 class _NewStack(_Stack):
-  """Makes zeros when they are asked for, where the last layer has run."""
+  """Makes zeros when a layer asks for them, on the device of the layer that ran last."""
 
   def __init__(self, zeros: tf.Tensor, placement: _DeviceFunction) -> None:
     self._placement = placement
@@ -216,7 +216,7 @@ class _NewStack(_Stack):
       return tf.zeros(shape, self.dtype)
 
 
-# An operation that takes the whole cache gets it: on one device, but right.
+# An operation that takes the whole cache gets a correct tensor, on one device.
 tf.register_tensor_conversion_function(_Stack, lambda x, *_, **__: x.Whole())
 
 

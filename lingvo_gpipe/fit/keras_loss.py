@@ -65,7 +65,7 @@ class _LossScope(keras.StatelessScope):
     return super().get_current_value(variable)
 
   def add_update(self, update: Any) -> None:
-    """Changes a variable; raises ValueError if it is not of a metric."""
+    """Changes a variable; raises ValueError if it does not belong to a metric."""
     if id(update[0]) not in self._states:
       raise ValueError(
         f'the loss changes the variable {update[0].path}, which a pipeline cannot do: make it a '
@@ -252,7 +252,7 @@ class KerasLoss:
     """
     rows, num_pieces = list(range(batch_size)), self._num_micro_batches
     if batch_size < 2 or self._AreLarge(batch_size, side.y):
-      # From the whole batch, which may be ordered by class.
+      # Rows from all parts of the batch, because it may be ordered by class.
       rows, num_pieces = [i * batch_size // 8 for i in range(8)], 2
     if self._AreLarge(len(rows), side.y):
       return
@@ -290,7 +290,7 @@ class KerasLoss:
         sizes = [None if x is None else tf.abs(x) for x in (values, sample_weight)]
         size = _SUM(sizes[0], *sizes)
         sums.append((loss, total, size * (1e-4 if values.dtype.size >= 4 else 0.05)))
-      except tf.errors.OpError:  # For all examples: an assertion that chance does not fulfil.
+      except tf.errors.OpError:  # Random predictions fail an assertion of the loss.
         sums.append((loss, tf.constant(math.inf, tf.float64), tf.zeros([], tf.float64)))
       return tf.zeros([])
 
@@ -361,7 +361,7 @@ class KerasLoss:
       keras_variables.InBatches(),
       keras_variables.ReplaceAttributes(compiled, _flat_losses=losses),
     ):
-      loss = compiled(y, y_pred, sample_weight)  # Without the losses of layers.
+      loss = compiled(y, y_pred, sample_weight)  # This leaves out the losses of layers.
     if loss is None:
       raise ValueError('compile() got no loss for any output')
     loss = tf.convert_to_tensor(loss)
@@ -398,7 +398,7 @@ class KerasLoss:
       metrics.update_state(y, y_pred, sample_weight)
 
   def _Divisors(self, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
-    """Returns the divisor of each loss but a sum, float64 `[losses]`, up to a constant factor."""
+    """Returns the divisor of each loss except sums, float64 `[losses]`, up to a constant factor."""
     divisors = []
 
     def Run(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
@@ -420,7 +420,7 @@ class KerasLoss:
     micro_batches: Sequence[tuple[tuple[Any, ...], nested_map.NestedMap]],
     masks: keras_masks.Masks | None,
   ) -> list[tf.Tensor]:
-    """Returns for each micro-batch D_m / D of each loss over its share of the rows, `[losses]`.
+    """Returns `[losses]` for each micro-batch: D_m / D, divided by its share of the rows.
 
     Args:
       micro_batches: the arguments of the first layer and the side of each.
@@ -465,7 +465,7 @@ def _IsNew(metric: Any) -> bool:
   """Whether a metric has the state that it was made with; True if that is not known."""
   try:
     first = type(metric).from_config(metric.get_config()).variables
-  except Exception:  # The class of a user may have no complete configuration.
+  except Exception:  # A custom class may have no complete configuration.
     return True
   state = metric.variables
   return len(first) == len(state) and all(map(np.array_equal, first, state))
@@ -517,7 +517,7 @@ def _Mask(x: Any) -> tf.Tensor | None:
 def IsSum(metric: Any) -> bool:
   """Whether the state of a metric is known to add up over the examples.
 
-  So it does in all metrics of Keras, except means of a function of all examples.
+  The states of all of Keras's metrics add up, except means of a function of all examples.
   """
   function = getattr(metric, '_fn', None)
   parts = [type(metric)] if function is None else [type(metric), function]

@@ -58,8 +58,8 @@ class KerasStep:
         the others alone, without decay or momentum, as Keras does.
       sum_embedding_gradients: whether to add the gradients of all occurrences of a row before the
         optimizer gets them, as is always done if the pipeline has other layers than Keras's. Plain
-        Keras on TensorFlow does not, so that an optimizer squares and clips each alone; then they
-        all wait for the update, `[tokens, dim]` for each table.
+        Keras on TensorFlow does not, so that an optimizer squares and clips each of them
+        separately; all of them then wait for the update, `[tokens, dim]` for each table.
     """
     self.stack = stack
     self.optimizer = optimizer
@@ -135,7 +135,7 @@ class KerasStep:
     sums = self._Accumulate(micro_batches)
     state = layer_statistics.Next(engine, sums.layers)
     self._sum.Add()
-    # Stages hand on zeros in place of None, so the traces alone do not tell all.
+    # Stages pass zeros in place of None, so traces alone do not show which weights are connected.
     connected = engine.ConnectedPaths() & self._connected
     with _ClipByStage(optimizer) as clip_norm:
       gradients = self._Gradients(clip_norm, sums.sparse_gradients)
@@ -143,7 +143,7 @@ class KerasStep:
       updates = (
         _CompileUpdates(optimizer, self._updates) if is_compiled else _UpdateOneByOne(optimizer)
       )
-      with _PlaceBesideInputs(), updates:
+      with _PlaceWithInputs(), updates:
         pairs = self._variables.items()
         optimizer.apply_gradients(  # Keras's `train_step` calls it, and a user may override it.
           [(gradients[path] if path in connected else None, v) for path, v in pairs]
@@ -185,7 +185,7 @@ class KerasStep:
     for s in self.stack.engine.holders:
       with tf.device(s.device):
         for path in s.trained:
-          dense = tf.convert_to_tensor(gradients[path])  # Keras multiplies sparse ones so, too.
+          dense = tf.convert_to_tensor(gradients[path])  # So does Keras with sparse gradients.
           gradients[path] = dense * tf.cast(factor, dense.dtype)
     return gradients
 
@@ -195,7 +195,7 @@ def KeepsSparse(
 ) -> bool:
   """Whether the optimizer gets a gradient for each occurrence of a row; see `KerasStep`.
 
-  It need not if it adds these before it clips and squares them.
+  It needs only their sum if it adds them before it clips and squares them.
   """
   is_keras = all(isinstance(x, keras_cell_layer.KerasCellLayer) for x in stack.layers)
   inner = keras_variables.Inner(optimizer)
@@ -212,8 +212,8 @@ def Means(sums: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
   return {name: tf.math.divide_no_nan(s[0], s[1]) for name, s in sums.items()}
 
 
-def _PlaceBesideInputs() -> contextlib.AbstractContextManager[Any]:
-  """Places each operation without a device beside its largest input, while traced.
+def _PlaceWithInputs() -> contextlib.AbstractContextManager[Any]:
+  """Places each operation without a device on the device of its largest input, while traced.
 
   TensorFlow would run them all on one device, to which every weight, slot and gradient travelled.
   """
@@ -247,7 +247,8 @@ def _PlaceBesideInputs() -> contextlib.AbstractContextManager[Any]:
 def _UpdateOneByOne(optimizer: Any) -> Iterator[None]:
   """Lets each device update one weight after another, while traced.
 
-  Otherwise it would hold the intermediate values of all updates at once, several times its weights.
+  Otherwise the device would hold the intermediate values of all updates at once, several times its
+  weights.
   """
   if tf.executing_eagerly():
     yield
@@ -267,7 +268,7 @@ def _UpdateOneByOne(optimizer: Any) -> Iterator[None]:
 
 
 def _CanBeCompiled(optimizer: Any) -> bool:
-  """Whether its updates may run later and get the count as a tensor, as in no class of a user."""
+  """Whether updates may run later and get the step count as a tensor; never in custom classes."""
   inner = keras_variables.Inner(optimizer)
   return keras_equality.IsOfKeras(type(inner)) and not tf.executing_eagerly()
 

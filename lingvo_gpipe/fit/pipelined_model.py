@@ -30,7 +30,7 @@ _REPLACED = (
   *('train_step', 'test_step', 'predict_step', 'compute_loss', 'compute_metrics'),
   *('get_metrics_result', 'make_train_function', 'make_test_function', 'make_predict_function'),
 )
-# Others that it replaces; what KerasHub's classes do in them, the pipeline does, too.
+# Further replaced methods. KerasHub's classes may override them: the pipeline does the same work.
 _REPLACED_IN_KERAS = (
   *('fit', 'evaluate', 'predict', 'train_on_batch', 'test_on_batch', 'predict_on_batch'),
   *('_compute_loss', 'reset_metrics', 'metrics', 'losses', 'trainable_variables'),
@@ -153,10 +153,11 @@ class PipelinedModel(keras.Model):
     self._placed: placed_model.PlacedModel | None = None
     self.cut: Any = None
     self._num_evaluations = 0
-    # Keras sets no attribute that has the value already, and `__getattr__` has the model's.
+    # Keras does not set an attribute that already has the value, and `__getattr__` returns the
+    # model's.
     self.__dict__.update(optimizer=None)
     self._first_trainable: list[bool] | None = None  # For each variable.
-    if model.compiled:  # Read from a file, for example.
+    if model.compiled:  # The model was read from a file, for example.
       self._CompileAsTheModel()
 
   @classmethod
@@ -180,7 +181,7 @@ class PipelinedModel(keras.Model):
       num_stages: number of stages.
       example: a batch of the model's inputs, which the cut is computed for.
       keras_class: a class of keras_hub.models; None: CausalLM.
-      lora_rank: rank of LoRA; its weights and the biases beside them are then all that is trained.
+      lora_rank: rank of LoRA; then only its weights and the biases of the same layers are trained.
         0: no LoRA.
       preset_arguments: arguments of the `from_preset` of KerasHub.
       **kwargs: arguments of PipelinedModel.
@@ -260,7 +261,7 @@ class PipelinedModel(keras.Model):
         f'the model has metrics of its own ({", ".join(m.name for m in self.model._metrics)}), '
         'which a pipeline does not update; give them to compile()'
       )
-    # The model's optimizer scales the loss already if it shall.
+    # The model's optimizer already scales the loss if that is wanted.
     options = {'jit_compile': False, 'auto_scale_loss': False}
     super().compile(**{**keras_variables.CompileArguments(self.model), **options})
     self._Forget()
@@ -365,7 +366,7 @@ class PipelinedModel(keras.Model):
     """Returns a function that runs `steps_per_execution` batches of an iterator."""
 
     def Run(iterator: Iterator[Any]) -> Any:
-      # Eager batches have static shapes, also the last one of an epoch, which is smaller.
+      # Eager batches have static shapes, even the last batch of an epoch, which is smaller.
       logs = run(next(iterator))
       for _ in range(int(self.steps_per_execution) - 1):
         data = next(iterator, None)

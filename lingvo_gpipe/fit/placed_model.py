@@ -74,7 +74,7 @@ class PlacedModel:
     """Cuts the model for a first batch, and moves its variables to their stages.
 
     Args:
-      trainer: the PipelinedModel, whose loss, metrics and optimizer count.
+      trainer: the PipelinedModel, whose loss, metrics and optimizer are used.
       settings: how the model is placed.
       x: tensors, the inputs as the model takes them.
       side: the inputs of the loss, which is then checked before anything moves.
@@ -83,7 +83,7 @@ class PlacedModel:
         it has as many cells: the variables are in place.
 
     Raises:
-      ValueError: the model cannot be cut so, or its loss cannot be computed by micro-batch.
+      ValueError: the model cannot be cut this way, or its loss cannot be computed by micro-batch.
     """
     self._trainer = trainer
     self._settings = settings
@@ -135,9 +135,9 @@ class PlacedModel:
     keras_variables.ForgetFunctions(model, but=type(trainer))
     self._places = keras_variables.Places(model)
     functions: tuple[Callable[..., Any], ...] = (self._Train, self._Test, self._Predict)
-    if not trainer.run_eagerly:  # By shape of the batch; relaxed shapes would not be static.
-      # TensorFlow counts the traces of a method for all its objects together. It would warn of
-      # several models in one process as of one that is traced too often.
+    if not trainer.run_eagerly:  # Relaxed shapes would not be static: one trace a shape.
+      # TensorFlow counts the traces of a method for all its objects together. It would warn about
+      # several models in one process as if one model were traced too often.
       functions = tuple(functools.partial(function) for function in functions)
       functions = tuple(tf.function(function, autograph=False) for function in functions)
     self._train, self._test, self._predict = functions

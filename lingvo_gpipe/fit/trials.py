@@ -30,8 +30,8 @@ _Device = Callable[[keras_cell_layer.KerasCellLayer], str]
 # Largest number of examples to try.
 _MOST_ROWS = 8
 
-# A mean over repeated examples may change by this part of it: layers round, for example the number
-# of tokens that an expert takes.
+# A mean over repeated examples may change by this fraction: layers round, for example the number of
+# tokens that an expert takes.
 _TOLERANCE = 0.2
 _ROUNDING = 1e-6
 
@@ -167,7 +167,7 @@ def _WarnOfDependence(layer: keras_cell_layer.KerasCellLayer, names: str, comput
 
 
 def _CheckMean(path: str, names: str, loss: float, twice: float, mean: float) -> None:
-  """Raises ValueError if a loss is not a mean; warns if only micro-batches make it another.
+  """Raises ValueError if a loss is not a mean; warns if only micro-batches change it.
 
   Args:
     path: the path of the cell.

@@ -26,7 +26,7 @@ def Await(
   timeout_seconds: float,
   platform: str = 'auto',
 ) -> tuple[dict[str, bytes], Any, int]:
-  """Waits for all workers; after a while, a minimum number of workers is enough.
+  """Waits for all workers; after `patience_seconds`, a minimum number of workers is enough.
 
   Args:
     spec: all workers.

@@ -144,7 +144,7 @@ class RunStore(callback.StepHook):
 
   def BeforeBatch(self, batch: batches.AnyBatch) -> None:
     """Waits for a save in progress if the batch needs new functions on workers."""
-    # Only with workers: the question takes time in each step.
+    # Checked only with workers, because the check takes time in each step.
     if self.checkpointer.workers and not self._runner.IsTraced(batch):
       self._saver.BeforeNewFunctions()
 

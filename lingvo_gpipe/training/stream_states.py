@@ -67,7 +67,7 @@ class StreamStates:
     for name, iterator in self.iterators.items():
       pipeline, state, num_since = self._restored[name].read_value()
       if not pipeline:
-        continue  # This task was not trained before.
+        continue  # This task has no saved stream: it was not trained before.
       try:
         if pipeline != self._pipelines[name]:
           raise ValueError('it has other operations or other sizes')
@@ -84,7 +84,7 @@ class StreamStates:
           'another --logdir, for a new run that loads the weights of this run by '
           'task.train.init_from_checkpoint_rules'
         ) from e
-      self._restored[name].assign(['', '', '0'])  # It may be large.
+      self._restored[name].assign(['', '', '0'])  # The restored state may be large.
 
   def Now(self) -> dict[str, tf.Tensor]:
     """Returns {name: state} after the batches taken so far, to save in a checkpoint.
