@@ -49,7 +49,7 @@ _MODELS = {
 _SHARE = 4.0
 _ACCUMULATED = 'task.train.learner.num_accumulated_mini_batches'
 _WARMUP = 'task.train.learner.lr_schedule.warmup_steps'
-# Fields of a line that a resumed study and its report need, beside its numbers.
+# Fields of a line that a resumed study and its report need, besides its numbers.
 _RESULT_TYPES = {'name': str, 'overrides': list, 'is_done': bool, 'metrics': dict}
 _RESULT_NUMBERS = ('num_params', 'steps', 'seconds', 'total_seconds', 'dev_loss')
 

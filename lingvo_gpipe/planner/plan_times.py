@@ -59,7 +59,7 @@ class Times:
       weights: the weights of each layer. Slices of the vocabulary are the last layers.
       work: the work of each layer for one micro-batch.
       ends: the cut.
-      memory: tells the bytes of each stage's input.
+      memory: has the bytes of each stage's input.
       policies: the policy of each stage.
       recompute: for each stage the time of a recomputation; None: its forward.
       sizes: the bytes of activations of each stage; None: from `memory`.

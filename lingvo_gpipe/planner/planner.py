@@ -511,7 +511,7 @@ class Planner:
 
 @dataclasses.dataclass(frozen=True)
 class _Layers:
-  """What stages consist of, and the most even cut.
+  """The layers of the stages, and the most even cut.
 
   If the vocabulary is shared, its slices take the place of the last layer, as layers and stages.
 

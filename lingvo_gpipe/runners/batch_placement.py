@@ -238,7 +238,7 @@ class Placement:
       ]
       for share in self.Shares(largest)
     ]
-    orders = source.BatchRows(start).prefetch(1)  # The order of the next epoch takes a while.
+    orders = source.BatchRows(start).prefetch(1)  # Computing the order of an epoch takes a while.
 
     def Parts() -> Iterator[_Parts]:
       for indices, weights, length in orders:
@@ -260,7 +260,7 @@ def AreOnWorkers(stages: engine.PipelineEngine) -> bool:
 
 
 def WhyNotOnWorkers(source: base_input_generator.BaseInputGenerator) -> str | None:
-  """Returns why workers cannot read an input; None if nothing is known against it."""
+  """Returns why workers cannot read an input; None if there is no known reason."""
   name, p = type(source).__name__, source.params
   owners = (
     base_input_generator.BaseInputGenerator,

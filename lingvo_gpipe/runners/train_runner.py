@@ -194,7 +194,7 @@ class TrainRunner(eval_runner.EvalRunner):
       return None
     result = {name: float(value) for name, value in values.items()}
     heartbeat.Step(heartbeat.TRAIN)
-    # Later batches may round otherwise, and should not end a run that is right.
+    # Later batches may round differently, and must not end a correct run.
     bound = 1e-2 if self._has_trained else 1e-3
     self._CheckLossWeight(float(loss_weight), result['loss_weight'], bound)
     self._has_trained = True

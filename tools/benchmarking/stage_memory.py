@@ -28,8 +28,8 @@ class Setting:
     num_micro_batches: M.
     schedule: name of the schedule.
     remat_policy: the re-materialisation policy.
-    stage: index of a wide stage, at least 1, because stage 0 has all of its input in any case.
-      Other stages of its device are wide, too.
+    stage: index of a wide stage, at least 1, because stage 0 always has all of its input. Other
+      stages of its device are wide, too.
     num_layers: number of layers of a wide stage.
     rows: number of examples per micro-batch.
     dim: width of the layers of a wide stage.

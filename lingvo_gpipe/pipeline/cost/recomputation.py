@@ -11,7 +11,7 @@ least:
 The second is a knapsack. With h micro-batches at the peak, the inputs of the stage's layers i, the
 bytes kept besides k and the bytes recomputed within the backward of one layer w,
 
-    state + h (sum of i + sum of k) + max of w <= limit,   sum of times computed again: least
+    state + h (sum of i + sum of k) + max of w <= limit,   sum of recomputed times: least
 
 For each value of the maximum, a list (`_Front`) has the least time for each sum of k. It grows with
 each layer. The knapsack is from AdaPipe (ASPLOS 2024), which also searches for the cut; here the
@@ -54,10 +54,10 @@ class Choice:
 
   Attributes:
     policy: the policy of the stage.
-    again: the work of a step that is computed again, in `Chooser.unit`.
+    again: the recomputed work of a step, in `Chooser.unit`.
     activations: predicted peak bytes of activations.
     kept_bytes: under a ByLayer, bytes of a micro-batch that the layers keep besides their inputs.
-    working: under a ByLayer, the most bytes that backward of a layer computes again.
+    working: under a ByLayer, the most bytes that the backward of a layer recomputes.
   """
 
   policy: rematerialisation.StagePolicy
@@ -297,7 +297,7 @@ class Chooser:
 
 
 class _Option(NamedTuple):
-  """An option of a layer, and the work of a micro-batch that it computes again."""
+  """An option of a layer, and the work of a micro-batch that it recomputes."""
 
   option: stage_memory.Option
   again: int
@@ -305,11 +305,11 @@ class _Option(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Front:
-  """The least work computed again for each number of bytes kept, by the first layers of a stage.
+  """The least recomputed work for each number of bytes kept, by the first layers of a stage.
 
   Attributes:
     kept_bytes: bytes kept, ascending.
-    again: for each of them the least work computed again, descending.
+    again: for each of them the least recomputed work, descending.
     origins: for each of them index of the point of `before`, times the number of `options`, plus
       the index of the option of the last layer.
     options: the options of the last layer.

@@ -42,7 +42,7 @@ def Search(
   memory_limit: float | Sequence[float] | None = None,
   trained: Sequence[bool] | None = None,
 ) -> simulator.Result:
-  """Returns the quickest step that the search finds; its `schedule` has the order.
+  """Returns the fastest step that the search finds; its `schedule` has the order.
 
   Args:
     num_stages: S, a multiple of K.
@@ -101,7 +101,7 @@ class _Judge:
   """Simulates candidates, and keeps the best one.
 
   Attributes:
-    best: the quickest step within the limits so far; of equally quick ones the first.
+    best: the fastest step within the limits so far; the first if several are equally fast.
     least_bytes: the least bytes on a device of any candidate.
     least_name: the schedule that needs them.
   """
@@ -153,7 +153,7 @@ class _Rule:
   """A rule by which a device chooses among its ready actions.
 
   Attributes:
-    kinds: letters of F, I (or B) and W, the first ones first.
+    kinds: letters of F, I (or B) and W, by descending priority.
     is_split: whether backward is I and W.
     is_fused: whether the last stage runs V.
     is_late_first: whether an F or I of a later stage goes before one of an earlier stage.

@@ -230,7 +230,7 @@ def Simulate(
       `core_sharing`); shorter times only. Transfers and updates always follow `costs`. None: the
       devices do not share cores.
     remat_policy: the policy of all stages, or of each. For a `ByLayer`, `costs.recompute` has the
-      time of the layers and parts that it computes again.
+      time of the layers and parts that it recomputes.
     recompute_early: whether to recompute before the gradient arrives, as soon as the device is
       free; not possible layer by layer.
     update_barrier: whether updates wait until all devices have finished their actions and added

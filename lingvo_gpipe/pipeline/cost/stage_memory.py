@@ -49,7 +49,7 @@ class Option:
     recomputed: the names of the parts that backward recomputes; None: the whole layer.
     kept_bytes: bytes of a micro-batch that forward keeps besides the layer's inputs.
     again: the share of the layer's forward pass that backward repeats.
-    working: bytes that backward computes again.
+    working: bytes that backward recomputes.
   """
 
   recomputed: frozenset[str] | None
@@ -69,8 +69,8 @@ class LayerBytes:
     inner: the tensors that it makes for one micro-batch, without its inputs and outputs.
     skips_in: {name: bytes} of the skip connections that end here.
     skips_out: names of the skip connections that begin here.
-    of_owner: with sharded slots, the additional slots of the replica that owns the layer's largest
-      weight.
+    of_owner: with sharded slots, the bytes of the additional slots of the replica that owns the
+      layer's largest weight.
     options: what may be kept of the layer, for the policy `auto`.
   """
 
@@ -174,7 +174,7 @@ class StageMemory:
       start: its first layer.
       end: the index after its last layer.
       kept_bytes: under `ByLayer`, the bytes that the layers keep besides their inputs.
-      working: under `ByLayer`, the most bytes that backward of a layer computes again; None: the
+      working: under `ByLayer`, the most bytes that the backward of a layer recomputes; None: the
         inner activations of the largest layer.
     """
     return self._Activations(self._held[stage], start, end, kept_bytes, working)
@@ -189,7 +189,7 @@ class StageMemory:
       start: its first layer.
       end: the index after its last layer.
       limit: bytes for the activations.
-      working: the most bytes that backward of a layer computes again.
+      working: the most bytes that the backward of a layer recomputes.
 
     Returns:
       The bytes of a micro-batch; None if not even the inputs fit.

@@ -217,7 +217,7 @@ class LayerCosts:
   def _Options(
     self, call: LayerCall, weights: Weights, needs_dx: bool, xla: bool
   ) -> tuple[stage_memory.Option, ...]:
-    """Returns what may be kept of a layer, and what backward then computes again."""
+    """Returns the options to keep results of a layer, and to recompute the others in backward."""
     layer, paths = call.layer, set(weights.Trained(call.layer))
     specs = layer.WeightTensorSpecs().FlattenItems()
     trained = tuple(f'{layer.path}.{name}' in paths for name, _ in specs)

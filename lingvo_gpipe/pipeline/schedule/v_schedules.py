@@ -59,7 +59,7 @@ def VHalf(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule
 def DualPipeV(num_stages: int, num_micro_batches: int, num_devices: int) -> Schedule:
   """DeepSeek's order: a forward of one direction next to a whole backward of the other one.
 
-  DeepSeek runs such a pair at the same time, to hide the transfers of one behind the other. A
+  DeepSeek runs such a pair at the same time, so that each hides the transfers of the other. A
   device runs one action at a time, so F comes first here. A device holds 2K+1 half stages and idles
   K-1 units besides 6M of work. The order is complete from 2K micro-batches on; for fewer, it is the
   order for 2K without the surplus ones.

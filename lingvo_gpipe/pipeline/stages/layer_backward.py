@@ -8,8 +8,8 @@ to the first:
     forward    x ──[0]── x1 ──[1]── x2 ──[2]──> y        kept: x1, x2, the residuals of [1]
     backward   [2] again from x2, dy ──> dx2;  [1] from its residuals, dx2 ──> dx1;  [0] again ...
 
-So the inner activations of one layer at a time are computed again. The loss belongs to the last
-layer: if that is recomputed, its outputs (logits, for example) are not kept.
+So the inner activations are recomputed for one layer at a time. The loss belongs to the last layer:
+if that is recomputed, its outputs (logits, for example) are not kept.
 """
 
 from __future__ import annotations

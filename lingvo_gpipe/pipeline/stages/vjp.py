@@ -10,9 +10,9 @@ part gets the results that it needs from an earlier part, its residuals, as tens
                                                  └─ residuals ──> [weight gradient] ──> dw
 
 Residuals are results of expensive operations (products, convolutions, reductions, random numbers)
-and masks. Cheap results are computed again from them, which XLA fuses. Weights and the stage's
-inputs are never residuals, because all parts have them. A policy may recompute more: the results of
-a recomputed operation are residuals only if operations of the forward pass that are not recomputed
+and masks. Cheap results are recomputed from them, which XLA fuses. Weights and the stage's inputs
+are never residuals, because all parts have them. A policy may recompute more: the results of a
+recomputed operation are residuals only if operations of the forward pass that are not recomputed
 take them.
 
 tf.compat.v1.wrap_function is the only public way to take a subgraph out of a traced function.
@@ -26,7 +26,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Cheap, so computed again rather than kept: elementwise operations, and moving data.
+# Cheap, so recomputed rather than kept: elementwise operations, and moving data.
 _CHEAP = frozenset(
   'Abs Add AddN AddV2 BroadcastTo Cast Ceil ClipByValue Concat ConcatV2 Cos Div DivNoNan Equal Erf '
   'Erfc Exp ExpandDims Expm1 Fill Floor FloorDiv Greater GreaterEqual Identity IdentityN Inv '
@@ -76,8 +76,8 @@ class SplitVjp:
       weights: variables, or their stand-ins in a trace.
       inputs: tensors with the shapes and dtypes of later calls.
       xla: whether XLA compiles the parts. Lists of tensors cannot leave XLA, so results that a loop
-        keeps for its backward are computed again.
-      is_recomputed: whether to compute the operation of a name again rather than keep its results.
+        keeps for its backward are recomputed.
+      is_recomputed: whether to recompute the operation of a name rather than keep its results.
     """
     handles = [tf.TensorSpec([], tf.resource)] * len(weights)
     specs = [*handles, *(tf.TensorSpec(t.shape, t.dtype) for t in inputs)]
