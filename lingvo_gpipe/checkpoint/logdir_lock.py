@@ -232,7 +232,7 @@ class _Lease:
 
   def _Beat(self) -> None:
     while not self._released.wait(BEAT_SECONDS):
-      # An unreachable file may be reachable at the next beat; `Check` reports it in any case.
+      # An unreachable file may be reachable at the next beat; `Check` reports it if not.
       with self._mutex, contextlib.suppress(*files.FILE_ERRORS):
         if not self._IsMine(self._Read()):
           return

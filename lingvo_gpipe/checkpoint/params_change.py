@@ -8,7 +8,7 @@ There are three kinds of differences:
   differs anyway.
 * Differences that change training, such as the learning rate, the batch size, the data or dropout,
   or the model of an evaluation. They are an error unless the caller allows them.
-* Differences in the names or shapes of weights, which the checkpoint rejects in any case. Switching
+* Differences in the names or shapes of weights, which the checkpoint itself rejects. Switching
   moving averages of weights on or off is such a difference and is rejected here.
 """
 

@@ -202,7 +202,7 @@ def Part(name: str) -> contextlib.AbstractContextManager[Any]:
       with fprop_context.Part('scores'):
         encoded = tf.matmul(tf.nn.softmax(tf.matmul(query, key, transpose_b=True)), value)
 
-  Results that operations outside of the part take, here `encoded`, are kept in any case.
+  Results that operations outside of the part take, here `encoded`, are always kept.
 
   Args:
     name: a word, the same in each place whose results are kept or recomputed together.

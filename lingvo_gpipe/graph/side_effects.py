@@ -9,7 +9,7 @@ TensorFlow asks it for the gradients of its arguments and of the variables that 
 pipeline a weight may be a tensor.
 
 No public name shows where such a function begins and ends. A graph does not show it either: it
-cannot tell a result that nobody uses from an argument. So this module wraps the function of
+cannot distinguish an unused result from an argument. So this module wraps the function of
 TensorFlow that runs all of them in graphs.
 """
 
@@ -38,7 +38,7 @@ _EFFECTS: dict[str, str] = {}
 
 
 class _Captures(NamedTuple):
-  """What is known while code runs in which custom gradients may capture no weight."""
+  """The captures of custom gradients in code that must not capture a weight."""
 
   weights: Mapping[Any, str]  # {_Key(weight): name}
   captured: list[str]  # Names of weights that functions take from their surroundings.
@@ -152,7 +152,7 @@ def ForbidOtherVariables(where: str, weights: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def CheckCaptures(where: str, weights: Mapping[str, Any]) -> Iterator[None]:
-  """Raises ValueError if a custom gradient in the enclosed code takes a weight, not an argument.
+  """Raises ValueError if a custom gradient in the enclosed code captures a weight.
 
   A tensor that is computed from a weight before the function begins is let through: plain
   TensorFlow gives it no gradient either.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkedLogits`: logits that a loss computes for some positions at a time, and then drops.
 
-With a large vocabulary the logits of a micro-batch take more memory than all else in the last
-stage, and their gradient as much again. A loss needs only a few numbers for each position:
+With a large vocabulary the logits of a micro-batch take more memory than everything else in the
+last stage, and their gradient as much again. A loss needs only a few numbers for each position:
 
     inputs [n, dim] ──chunk of positions──> logits [chunk, vocab] ──> xent, total, hits [chunk]
 
-Backward computes the logits of each chunk again. It adds the gradients of the weights up over the
-chunks, so a softmax costs one more product of matrices, and memory for one chunk.
+Backward recomputes the logits of each chunk, and adds up the gradients of the weights over the
+chunks. So a softmax costs one more product of matrices, and memory for one chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LogitsFn = Callable[[Any, tf.Tensor], tf.Tensor]
 
 
 class Statistics(NamedTuple):
-  """What a loss needs of the logits of each position, [...], in float32 or float64.
+  """The numbers that a loss needs from the logits of each position, [...], float32 or float64.
 
   Attributes:
     xent: the cross entropy with the right class, in nats.
@@ -40,7 +40,7 @@ class Statistics(NamedTuple):
 
 
 class SliceStatistics(NamedTuple):
-  """What a loss needs of the logits of some consecutive classes, a slice of the vocabulary.
+  """The numbers that a loss needs from the logits of a slice of the vocabulary.
 
   Each is [...] in float32 or float64. Class ids count from the first class of the slice, so the
   right class may be out of range.
@@ -133,7 +133,7 @@ class ChunkedLogits:
       weights: the nest of variables or tensors that `logits_fn` takes.
       inputs: [..., dim].
       num_classes: size of the last axis of the logits.
-      chunk_size: the number of positions whose logits exist at a time; 0: of all.
+      chunk_size: the number of positions whose logits exist at a time; 0: all.
     """
     self._logits_fn = logits_fn
     self._weights = weights

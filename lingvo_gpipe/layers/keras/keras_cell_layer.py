@@ -47,7 +47,7 @@ class _CellScope(keras.StatelessScope):
     new_seed: Callable[[Any], tf.Tensor],
   ) -> None:
     super().__init__(collect_losses=True)
-    # Not by the constructor: it expects the shapes of the variables, and weights may be slices.
+    # Set here, because the constructor expects the shapes of variables, and weights may be slices.
     self.state_mapping.update((id(variable), value) for variable, value in values)
     self._where = where
     self._trained = trained
@@ -58,7 +58,7 @@ class _CellScope(keras.StatelessScope):
     """Returns the value of a variable; None for a constant one outside the cell.
 
     Raises:
-      ValueError: the variable is trained and not of the cell, so its gradient would be lost.
+      ValueError: the variable is trained but not the cell's, so its gradient would be lost.
     """
     value = super().get_current_value(variable)
     if value is None and keras_variables.IsSeed(variable):  # For keras.random without a seed.
@@ -75,7 +75,7 @@ class _CellScope(keras.StatelessScope):
     return value
 
   def add_update(self, update: Any) -> None:
-    """Changes a variable for this call; raises ValueError if it is not of the cell."""
+    """Changes a variable for this call; raises ValueError unless it belongs to the cell."""
     variable, value = update
     if id(variable) not in self.state_mapping and not keras_variables.IsSeed(variable):
       raise ValueError(
@@ -92,14 +92,14 @@ class KerasCellLayer(base_layer.BaseLayer):
   FProp runs the live Keras layers with the weights in place of their variables:
 
   * Seed generators take their seeds from the context's seeds.
-  * Losses of add_loss become an auxiliary loss `ADDED`, and regularizers of weights another.
+  * Losses of add_loss become the auxiliary loss `ADDED`, regularizers of weights another one.
   * State that a call changes (moving averages of a BatchNormalization, vectors of a
-    SpectralNormalization) becomes the mean over the micro-batches, weighted by their rows, of what
-    each of them would have made it. So one micro-batch changes it as Keras does. The moving
-    variance counts the differences between the micro-batches' means, too.
+    SpectralNormalization) becomes the mean of its values after each micro-batch alone, weighted by
+    the rows of the micro-batches. So one micro-batch changes it as Keras does. The moving variance
+    counts the differences between the micro-batches' means, too.
   """
 
-  # Keras does not train what a layer takes from outside of the model.
+  # Keras does not train variables that a layer takes from outside of the model.
   reads_other_variables = True
 
   @classmethod
@@ -233,9 +233,9 @@ class KerasCellLayer(base_layer.BaseLayer):
   def PartOf(self, op_name: str) -> str | None:
     """Returns the part of an operation.
 
-    'scores' is an attention without its projections, and 'feed_forward' what a cell with an
-    attention has beside it. Keras names operations after the layers whose calls they are in. An
-    attention is a layer whose class is named so.
+    'scores' is an attention without its projections. 'feed_forward' is the remainder of a cell with
+    an attention. Keras names operations after the layers whose calls they are in. An attention is a
+    layer whose class has a name that ends with Attention.
     """
     if not self._attentions:
       return None
@@ -281,7 +281,7 @@ class KerasCellLayer(base_layer.BaseLayer):
       theta: the weights.
       skips: {name: tensor `[batch, ...]`} of earlier cells. A tensor to which Keras attached a mask
         is NestedMap(value, mask). An output of the model made by a softmax or sigmoid has logits.
-      *args: the tensors that the cell before hands over; for the first cell the model's inputs.
+      *args: the tensors from the previous cell; for the first cell the model's inputs.
 
     Returns:
       A tuple of the tensors for the next cell, and {name: tensor} for later cells.
@@ -450,7 +450,7 @@ def _IsPositionWise(node: keras_nodes.Node) -> bool:
   kind = type(operation).__name__
   if kind in ('Dense', 'Activation'):
     return operation.activation is keras.activations.linear
-  if kind == 'ReversibleEmbedding':  # KerasHub has one of its own.
+  if kind == 'ReversibleEmbedding':  # KerasHub also has a class of this name.
     return not operation.mask_zero
   # The parts of a soft cap.
   is_scalar = all(
@@ -502,7 +502,7 @@ def _Payload(x: Any, attributes: Sequence[str]) -> Any:
 def _EmptyOfSizes(x: Any) -> tf.Tensor | None:
   """Returns an empty tensor of the static shape `[0, *sizes]`; None if x does not hold sizes.
 
-  Sizes go to other cells in this form: so these know them when they are traced.
+  Sizes go to other cells in this form, so that these know them when they are traced.
 
   Args:
     x: a tensor; sizes are an int32 scalar or vector that is known when this cell is traced.
@@ -512,7 +512,7 @@ def _EmptyOfSizes(x: Any) -> tf.Tensor | None:
     return None
   try:
     empty = tf.zeros(tf.concat([[0], tf.reshape(x, [-1])], axis=0), tf.int32)
-  except ValueError:  # A number is negative, and no size.
+  except ValueError:  # A negative number is not a size.
     return None
   return empty if empty.shape.is_fully_defined() else None
 

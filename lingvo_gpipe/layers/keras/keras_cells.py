@@ -6,9 +6,9 @@ small calls around it. Between two such layers the cut is where the fewest bytes
 
     Conv  BatchNorm  ReLU | Conv  BatchNorm  Add(skip)  ReLU | Conv ...
 
-Any number of tensors may cross. What only the next cell needs are the arguments of that cell; all
-other tensors (a padding mask, a long skip, the output of an encoder) are skip connections, which
-pass straight from the cell that makes them to the cells that take them.
+Any number of tensors may cross. Tensors that only the next cell needs are its arguments; all other
+tensors (a padding mask, a long skip, the output of an encoder) are skip connections, which pass
+straight from the cell that makes them to the cells that take them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cell:
 
   Attributes:
     nodes: the calls; empty if the model has no calls at all.
-    args: the tensors that the cell before hands over.
+    args: the tensors from the previous cell.
     skips_in: tensors of earlier cells.
     outputs: the tensors for the next cell; in the last cell the outputs of the model.
     skips_out: tensors for later cells.
@@ -40,7 +40,7 @@ class Cell:
     state_uses: the state that all cells of the model change and read.
   """
 
-  # No dataclass: copies of Params would copy its fields, and share any other object.
+  # Not a dataclass, because copies of Params would copy its fields; they share other objects.
   def __init__(
     self,
     nodes: Sequence[keras_nodes.Node],
@@ -67,7 +67,7 @@ class Cell:
 
   @property
   def name(self) -> str:
-    """The name of the layer with the most weights, the last one of equals."""
+    """The name of the layer with the most weights; the last of several such layers."""
     if not self.nodes:
       return 'identity'
     sizes = [sum(math.prod(v.shape) for v in node.variables) for node in self.nodes]
@@ -251,7 +251,7 @@ def _CrossingBytes(graph: keras_nodes.Graph) -> list[int]:
 
 
 def _Together(nodes: Sequence[keras_nodes.Node]) -> list[tuple[int, int]]:
-  """Returns (first, last) node of each layer whose state changes, for one cell must update it."""
+  """Returns (first, last) node of each layer whose state changes: one cell must update it."""
   calls: dict[int, list[int]] = {}
   for i, node in enumerate(nodes):
     for layer in keras_nodes.Sublayers(node.operation):
@@ -275,7 +275,7 @@ def _NameVariables(variables: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _Wiring(cell: Cell) -> list[Any]:
-  """Returns the calls of a cell, with the tensors numbered from its own first one."""
+  """Returns the calls of a cell, with the tensors numbered from the cell's first one."""
   tensors = [*cell.args, *cell.skips_in, *(v for node in cell.nodes for v in node.outputs)]
   number = {v: i for i, v in enumerate(tensors)}
 

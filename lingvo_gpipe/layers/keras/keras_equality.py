@@ -59,12 +59,12 @@ _PLAIN: tuple[type, ...] = (
 def AreEqual(a: Any, b: Any) -> bool:
   """Whether two objects are equal in all that a computation may depend on.
 
-  Names of layers do not count, unless they are of a class outside Keras and somebody chose them or
-  methods of the class read names; nor do the initializers of weights. Variables are equal if they
-  have the same shape, dtype and trainability, and stand in the same places. Functions are equal if
-  they have the same code and have captured equal objects. Variables that their layer does not track
-  and objects of unknown kind are equal only if they are the same object: unequal is always a safe
-  answer.
+  Names of layers do not count, and neither do the initializers of weights. Names do count in a
+  class outside Keras if its user chose them or if methods of the class read names. Variables are
+  equal if they have the same shape, dtype and trainability, and stand in the same places. Functions
+  are equal if they have the same code and have captured equal objects. Variables that their layer
+  does not track and objects of unknown kind are equal only if they are the same object: unequal is
+  always a safe answer.
   """
   return _Comparison().AreEqual(a, b)
 
@@ -95,7 +95,7 @@ class _Comparison:
   def _AreAlike(self, a: Any, b: Any) -> bool:
     if isinstance(a, keras.Variable):
       if self._tracked is not None and not self._tracked >= {id(a), id(b)}:
-        return a is b  # A trace refers to this variable, so an equal one does not do.
+        return a is b  # A trace refers to this variable, so an equal one cannot replace it.
       return _Spec(a) == _Spec(b) and self.AreEqual(a.regularizer, b.regularizer)
     if isinstance(a, (list, tuple)):
       return len(a) == len(b) and all(map(self.AreEqual, a, b))
@@ -126,12 +126,12 @@ class _Comparison:
 
 
 def _CapturedValues(function: Any) -> list[Any]:
-  """Returns all that a function uses beside its code, its arguments and its module."""
+  """Returns the values that a function uses besides its code, its arguments and its module."""
 
   def Contents(cell: types.CellType) -> Any:
     try:
       return cell.cell_contents
-    except ValueError:  # Empty.
+    except ValueError:  # The cell is empty.
       return cell
 
   cells = [Contents(cell) for cell in function.__closure__ or ()]

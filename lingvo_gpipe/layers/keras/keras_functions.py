@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of tensors as calls that a trace records, beside the calls of Keras's operations.
+"""Functions of tensors as calls that a trace records, like the calls of Keras's operations.
 
 Keras cannot record these, or would record operations that compute something else:
 
@@ -47,7 +47,7 @@ class Function(keras.Operation):
 class Functions:
   """The functions of one trace.
 
-  All are in one graph of TensorFlow, which knows what becomes of the sizes that they compute:
+  All are in one graph of TensorFlow, which tracks the sizes that they compute:
   `tf.reshape(x, [tf.shape(x)[0], 4, 2])` has the shape [None, 4, 2].
   """
 

@@ -29,7 +29,7 @@ def FromModel(model: Any, x: Any = None) -> keras_nodes.Graph:
   Raises:
     TypeError: it is not a keras.Model.
     ValueError: the model has no graph; the message names the line of `call` and the reason. Or it
-      has an activity regularizer, which is for layers inside it.
+      has an activity regularizer, which only layers inside it may have.
   """
   if not isinstance(model, keras.Model):
     raise TypeError(f'expected a keras.Model, got {type(model).__name__}')
@@ -58,7 +58,7 @@ def _FromFunctional(model: Any, graph: Any) -> keras_nodes.Graph:
   inputs = tuple(builder.NewValue(t) for t in graph.inputs)
   environment = keras_trace.Environment(graph.inputs, inputs)
   outputs = builder.Run(graph.outputs, environment, model.dtype_policy)
-  # Keras returns the only output of a list alone.
+  # If a list has a single output, Keras returns just that output.
   structure = keras.tree.pack_sequence_as(graph.output, list(outputs))
   if isinstance(structure, (list, tuple)) and len(structure) == 1:
     structure = structure[0]
@@ -227,7 +227,7 @@ def _Symbol(x: Any) -> Any:
 
 
 def _WhyClosed(node: keras_nodes.Node) -> str:
-  """Returns what a layer does that its calls alone would not do, or an empty text."""
+  """Returns why the calls inside a layer would not do all its work; '' if they would."""
   layer = node.operation
   floats = {v.dtype for v in node.inputs if tf.as_dtype(v.dtype).is_floating}
   if layer.supports_masking:

@@ -88,7 +88,8 @@ def RunNeeded(function: Any, *args: Any) -> Any:
 
   Args:
     function: the tf.function.
-    *args: its arguments, nests of tensors, of specs where no tensor is needed, and of others.
+    *args: its arguments, nests of tensors, of specs for tensors that are not needed, and of other
+      values.
   """
   concrete = function.get_concrete_function(*tf.nest.map_structure(_Spec, args))
   graph = concrete.graph

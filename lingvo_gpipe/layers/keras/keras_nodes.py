@@ -2,7 +2,7 @@
 """The calls of the layers and operations of a Keras model, and questions about them.
 
 The layers are the model's own objects, never copies made from their configurations: state that a
-configuration lacks (frozen sublayers, LoRA, quantisation, adapted statistics) stays what it is.
+configuration lacks (frozen sublayers, LoRA, quantisation, adapted statistics) stays as it is.
 
 Keras has no public way to list the layers inside a layer. So this file uses private attributes of
 Keras: `Functional._standardize_inputs`, `Sequential._functional` and `Layer._flatten_layers`.
@@ -63,7 +63,7 @@ class Node:
     outputs: the tensors that the call makes, flat.
     policy: the dtype policy of the model whose graph has the call.
     training: the mode that the call asks for; None: the mode of the whole model.
-    line: where the `call` of a subclassed model makes it, for errors; empty in other models.
+    line: the line of a subclassed model's `call` that makes it, for errors; otherwise empty.
   """
 
   operation: Any

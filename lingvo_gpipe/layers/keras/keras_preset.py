@@ -94,7 +94,7 @@ def LoadWeights(model: Any, preset: str) -> None:
 
 
 def _LoadTaskWeights(model: Any, preset: str) -> None:
-  """Fills what a task has beside its backbone, if the preset is of that class."""
+  """Fills the parts of a task besides its backbone, if the preset is of that class."""
   from keras_hub.src.utils import preset_utils
 
   names = preset_utils.TASK_CONFIG_FILE, preset_utils.TASK_WEIGHTS_FILE
@@ -120,7 +120,7 @@ def _ReadingInSlices() -> Iterator[None]:
 class _File:
   """A file of safetensors that is open for one slice of a tensor at a time.
 
-  An open file is mapped, so what was read of it stays in memory.
+  An open file is mapped, so the parts that were read stay in memory.
   """
 
   def __init__(self, library: Any, path: str, framework: str) -> None:

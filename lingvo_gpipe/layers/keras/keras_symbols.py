@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trace of a subclassed model: its `call` runs on symbols, and Keras records the calls in it.
 
-Keras records a call if an argument is symbolic. These it would compute at once, for good:
+Keras records a call if an argument is symbolic. It would compute the following calls at once, and
+their results would be constants:
 
     self.positions(ops.arange(length))    a layer with weights
     ops.exp(self.scale)                   an operation
 
 `RecordCalls` lets Keras record them, too, and functions of TensorFlow, and operators: see
-keras_functions. It notes the training mode of each layer. It is the mode that the layer has in
-plain Keras: not the mode of the model if its `call` takes no `training`; and a mode that the call
-of a layer asks for is also the mode of the layers that are called after it.
+keras_functions. The record has the training mode of each layer, which is its mode in plain Keras.
+It differs from the mode of the model if the model's `call` takes no `training`. A mode that the
+call of a layer asks for is also the mode of the layers that are called after it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def Mode(call: Any) -> bool:
   """Returns the training mode of a recorded call of a layer.
 
   Raises:
-    ValueError: a Functional model with modes of its own gets none, so they hold, as nowhere else.
+    ValueError: a Functional model with modes of its own is called without a mode. Only then do they
+      hold.
   """
   layer, mode = call.operation, call.arguments.kwargs.get('training')
   mode = call.mode if mode is None else mode

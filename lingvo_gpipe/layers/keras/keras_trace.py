@@ -55,7 +55,7 @@ class Builder:
 
     Args:
       outputs: the KerasTensors.
-      environment: the tensors that are known; grows.
+      environment: the known tensors; the tensors of the calls are added.
       policy: the dtype policy of the model.
       training: the mode that the model was called with by an outer one, which overrides the modes
         of its layers' calls; None: any.
@@ -228,7 +228,7 @@ def Trace(
 
 
 def Modes(model: Any) -> list[bool | None]:
-  """Returns the training modes in which Keras calls a model; None: in none."""
+  """Returns the training modes in which Keras calls a model; None: without a mode."""
   return [True, False] if _TakesTraining(model) else [None]
 
 
@@ -386,7 +386,7 @@ def _IsSameCall(a: keras_nodes.Node, b: keras_nodes.Node) -> bool:
       else:
         yield np.asarray(leaf) if isinstance(leaf, (tf.Tensor, np.generic)) else leaf
 
-  # A layer that the call makes, as layers.add does, is another in each trace.
+  # A layer that the call makes, as layers.add does, is a new object in each trace.
   has_weights = isinstance(a.operation, keras.Layer) and a.operation.variables
   if has_weights and a.operation is not b.operation:
     return False

@@ -35,7 +35,7 @@ def WithoutValues() -> Iterator[None]:
   """
   with keras.StatelessScope(initialize_variables=False):
     yield
-  # Keras would give all of them their values at the next occasion.
+  # Keras would give all of them their values at the next opportunity.
   global_state.set_global_attribute('uninitialized_variables', [])
 
 
@@ -66,7 +66,8 @@ def ReplaceAttributes(owner: Any, **attributes: Any) -> Iterator[None]:
 def _AddAsInBatches(x1: Any, x2: Any) -> Any:
   """Adds as Keras does if the size of the batch is unknown.
 
-  If it is known, Keras takes an x2 [n, 1] for a bias [n] of an x1 [n, n]. It takes no x1 for one.
+  If it is known, Keras takes an x2 [n, 1] for a bias [n] of an x1 [n, n]. It never takes x1 for a
+  bias.
   """
   shape = tuple(getattr(x2, 'shape', ()))
   if len(shape) > 1 and shape[0] not in (None, 1) and all(size == 1 for size in shape[1:]):
@@ -122,7 +123,7 @@ def Streaming() -> Iterator[None]:
 
 
 def _Assign(variable: Any, value: Any) -> Any:
-  """Gives a value to a Keras variable; returns when it is there."""
+  """Gives a value to a Keras variable; returns when the value has arrived."""
   target = variable.value
   value = value if hasattr(value, 'dtype') else np.asarray(value)
   if np.shape(value) != tuple(target.shape):
@@ -190,7 +191,7 @@ def Move(variable: Any, device: str) -> tf.Variable:
     variable._value = tf.Variable(old, trainable=variable.trainable, name=variable.name)
     # Functions that were traced with the old place fail, and do not keep its memory.
     tf.raw_ops.AssignVariableOp(resource=old.handle, value=tf.zeros([0], old.dtype))
-  variable._value._unique_id = old._unique_id  # By which optimizers know the variable.
+  variable._value._unique_id = old._unique_id  # Optimizers identify the variable by it.
   return variable._value
 
 
