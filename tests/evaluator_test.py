@@ -68,7 +68,7 @@ def testEvaluatesNewCheckpointsUntilTrainingEnds(followed):
 
 
 def testOnceEvaluatesTheLastCheckpointOnASplit(followed, forks):
-  """On one device, from a checkpoint of two devices; the case of the split does not matter."""
+  """It uses one device, the checkpoint is of two; the case of the split does not matter."""
   logdir, _, _ = followed
   before = processes.Tensors(logdir, END)
   args = _Args(logdir, '--once', '--split=dev', '--num_devices=1')

@@ -184,7 +184,7 @@ def _AwaitStep(logdir, step):
 
 
 def testARunKilledAtRandomMomentsEqualsAnUndisturbedRun(project, forks, tmp_path):
-  """In two stages; restarts_test kills more often."""
+  """The run has two stages; restarts_test kills more often."""
   rng = random.Random(7)
   killed, undisturbed = tmp_path / 'killed', tmp_path / 'undisturbed'
   more = f'{AVERAGES};task.train.save_interval_steps:4'

@@ -177,7 +177,7 @@ def _NumRestarts(log):
 
 
 def testTestsChooseOtherPortsWithTheSameSeed():
-  """Two tests at a time, each with the seed of all tests, took one port."""
+  """Two concurrent tests have the same seed, and must not take the same port."""
   ports = []
   for _ in range(2):
     random.seed(0)

@@ -302,7 +302,7 @@ def testHelpHasASubjectForEachFlagAndExamplesThatParse(forks, program):
 
 @pytest.mark.parametrize('module', ['lingvo_gpipe.trainer', 'tools.verify'])
 def testCtrlCDuringTheImportsEndsInOneLine(module):
-  """Sent as soon as the libraries of TensorFlow are being loaded."""
+  """Ctrl-C is sent as soon as the libraries of TensorFlow are being loaded."""
   with processes.Started(
     '', command=[sys.executable, '-m', module], stderr=subprocess.PIPE
   ) as process:

@@ -62,7 +62,7 @@ def testFlagsAndTheirValues(complete, line, words):
 
 
 def testAValueIsCompletedWithItsFlagIfTheShellDoesNotSplitAtTheEqualsSign(complete):
-  """As in zsh."""
+  """zsh does not split there."""
   assert complete('trainer --job=train_', breaks=' ') == ['--job=train_and_eval']
 
 

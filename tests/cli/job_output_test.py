@@ -109,7 +109,7 @@ def testTrainAndEval(forks, project, tmp_path, kind):
 
 @pytest.mark.parametrize('kind', ['terminal', 'pipe'])
 def testARunContinuesAfterItsReaderHasGone(forks, project, tmp_path, kind):
-  """After its terminal or the reader of its pipe has gone; then it gets SIGHUP."""
+  """Its terminal or the reader of its pipe goes away, and then it gets SIGHUP."""
   log = tmp_path / 'run' / 'metrics.jsonl'
 
   def Steps():

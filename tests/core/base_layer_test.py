@@ -367,7 +367,7 @@ def testParamsOfAnotherClassRaise():
 
 @pytest.mark.parametrize('name', ['FProp', 'FPropSkips'])
 def testFPropMayNotBeATfFunction(name):
-  """Its trace lost auxiliary losses and sums of other calls."""
+  """Its trace would lose auxiliary losses and sums of other calls."""
   with pytest.raises(TypeError, match=naming.Naming(f'Decorated.{name}', 'tf.function')):
     type('Decorated', (base_layer.BaseLayer,), {name: tf.function(lambda self, theta, x: x)})
 

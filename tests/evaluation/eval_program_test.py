@@ -112,7 +112,7 @@ def testParamsOfLaterCheckpointsAreCompared(followed, tmp_path):
 
 
 def testATemporarilyUnreadableDirectoryIsReadAgain(run, monkeypatch, caplog):
-  """After the end of training; finding, listing and restoring fail in turn."""
+  """Training has ended; finding, listing and restoring fail in turn."""
   evaluator = training.Evaluator(run, _Params())
   failing = [
     (checkpointer.Checkpointer, 'Latest'),
@@ -303,7 +303,7 @@ def testADamagedFirstCheckpointIsSkipped(run, monkeypatch, caplog):
 
 
 def testNoReadableCheckpointIsAnError(run):
-  """With --once, and when following a training that has ended."""
+  """This holds with --once, and when following a training that has ended."""
   for step in (2, 6, 10):
     _FlipABit(run, step)
   for once in (True, False):
@@ -402,7 +402,7 @@ def testGivesUpIfNoProcessTrains(run, monkeypatch, capsys, remaining):
 
 
 def testANewCheckpointRestartsTheTimeLimit(run, monkeypatch):
-  """Even of a trainer without a lock; without a limit the evaluator waits forever."""
+  """The trainer may have no lock; without a limit the evaluator waits forever."""
   (run / 'report.json').unlink()
   hidden = run / 'hidden'
   shutil.copytree(run / 'train', hidden)

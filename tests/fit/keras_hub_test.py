@@ -128,7 +128,7 @@ def testAPresetIsLoadedIntoTheStages(preset):
 
 
 def testLoraBeginsAtThePresetAndTrainsItsOwnWeights(preset):
-  """And the biases of its layers, as in KerasHub."""
+  """It also trains the biases of its layers, as KerasHub does."""
   path, model = preset
   pipe = _Pipe(path, lora_rank=2)
   np.testing.assert_allclose(pipe.predict(BATCH, verbose=0), model(BATCH), rtol=1e-4, atol=1e-5)
@@ -147,7 +147,7 @@ def _CheckWeights(pipe, model):
 
 
 def testWeightsReturnFromTheirFiles(preset, tmp_path):
-  """From one file, and from shards."""
+  """They are read from one file, and from shards."""
   path, model = preset
   pipe = _Pipe(path)
   plain = MODELS.GPT2CausalLM(backbone=MODELS.GPT2Backbone(**CONFIG), preprocessor=None)
@@ -265,7 +265,7 @@ def _Classifier():
 
 
 def testThePreprocessorOfATaskRunsInFit():
-  """One micro-batch, for the batch normalization of ResNet."""
+  """There is one micro-batch, because of ResNet's batch normalization."""
   images = keras_fits.Integers(256, 6, 12, 10, 3).astype('float32')
   classes, _ = keras_fits.Classes(6, 3)
 

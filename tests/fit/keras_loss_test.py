@@ -27,7 +27,7 @@ def _Squares(reduction):
 
 
 def _SmallSteps():
-  """A sum has large gradients."""
+  """Returns an optimizer with small steps, because a sum has large gradients."""
   return keras.optimizers.SGD(0.01)
 
 
@@ -200,7 +200,7 @@ def _Penalised():
 
 @pytest.mark.parametrize(('loss', 'num_stages'), [('mse', 2), (None, 1)])
 def testLossesThatLayersAddEqualKeras(loss, num_stages):
-  """The micro-batches have equal sizes, for an added mean counts by rows."""
+  """The micro-batches have equal sizes, because an added mean counts by rows."""
   y = Y if loss else None
   pipelines = ((num_stages, num_stages),)
   keras_fits.CheckFit(_Penalised, X, y, lambda: {'loss': loss}, pipelines, batch_size=6)
@@ -309,7 +309,7 @@ def CircleInside(y, y_pred):
 
 
 def InBatchNegatives(y, y_pred):
-  """A number for each example, which the other examples of the batch change."""
+  """Returns a number for each example that depends on the other examples of the batch."""
   similarities = ops.matmul(y_pred, ops.transpose(y))
   return ops.logsumexp(similarities, axis=-1) - ops.sum(y * y_pred, axis=-1)
 
@@ -321,7 +321,7 @@ def WithinGroups(y, y_pred):
 
 
 def Thresholded(y, y_pred):
-  """Drops what is small beside the mean of the batch."""
+  """Drops values that are small compared to the mean of the batch."""
   values = ops.mean(ops.square(y_pred), axis=-1)
   return ops.where(values > 0.05 * ops.mean(values), values, 0.0)
 
@@ -412,7 +412,7 @@ def testOutputsOfUnknownLengthGetTheLengthOfTheLabels():
 
 
 def testLossesMayMakeAssertionsAboutPredictions():
-  """Random predictions do not fulfil it, but the predictions of the model do."""
+  """Random predictions fail it, but the predictions of the model do not."""
 
   def Checked(y, y_pred):
     tf.debugging.assert_near(tf.reduce_sum(y_pred, axis=-1), tf.ones(tf.shape(y_pred)[:1]))
@@ -447,7 +447,7 @@ def testLossesMayHaveAnotherShapeThanTheBatch():
 
 @pytest.mark.parametrize('metrics', [['dice', 'tversky'], ['circle']], ids=str)
 def testAMetricMayBeAFunctionOfAllExamples(metrics):
-  """They are Keras's own, but do not add up."""
+  """They are functions of Keras, but do not add up over micro-batches."""
   is_sparse = 'circle' in metrics
   y = keras_fits.Integers(3, 12) if is_sparse else abs(Y)
 
@@ -480,7 +480,7 @@ def _MaskedBy(of):
 
 
 def testMasksMayDependOnTheMode():
-  """Evaluation keeps other positions; random numbers beside the mask do not matter."""
+  """Evaluation keeps other positions; random numbers outside the mask do not matter."""
   x = keras_fits.Floats(12, 6, 5)
   options = {'batch_size': 6, 'validation_data': (x[:6], TARGETS[:6])}
   keras_fits.CheckFit(lambda: _MaskedBy('mode'), x, TARGETS, {'loss': 'mse'}.copy, **options)
@@ -515,7 +515,7 @@ class _Moving(keras.losses.Loss):
 
 @pytest.mark.parametrize('num_micro_batches', [1, 2])
 def testLossesWithVariablesAreRefused(num_micro_batches):
-  """The gradient of a weight of another stage, and the new value, were lost."""
+  """The gradient of a weight of another stage, and the new value, would be lost."""
 
   def Pipe():
     return keras_fits.Pipe(keras_fits.Seeded(keras_fits.Mlp), 2, num_micro_batches)

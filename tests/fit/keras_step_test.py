@@ -116,9 +116,9 @@ def testSchedules(options):
   ids=['ema', 'accumulation', 'loss_scale', 'schedule', 'decay'],
 )
 def testOptimizers(optimizer):
-  """And slots and updates are beside their weights.
+  """Slots and updates are on the devices of their weights.
 
-  What has no device would be computed on one, to which all slots travelled.
+  Operations without a device would all run on one device, to which all slots would be sent.
   """
   step = _Check(optimizer, num_stages=2, num_micro_batches=2)
   weights = step.stack.engine.trained.values()
@@ -160,7 +160,7 @@ def _CheckOrder(graph, index):
 
 
 def testADeviceUpdatesOneWeightAfterAnother():
-  """For an optimizer that XLA cannot compile, see below."""
+  """The optimizer is one that XLA cannot compile; see below."""
   step = keras_step.KerasStep(_Stack(keras_fits.Seeded(_Mlp), num_micro_batches=1), _Adam())
   for index in (0, 1):
     _CheckOrder(_Traced(step), index)
@@ -180,7 +180,7 @@ def testADeviceUpdatesOneWeightAfterAnother():
   ids=['ema', 'accumulation', 'loss_scale', 'schedule', 'nadam', 'user'],
 )
 def testXlaCompilesTheUpdatesOfEachDevice(optimizer, num_compiled, monkeypatch):
-  """On accelerators; here the stages are not compiled, so the updates alone count."""
+  """It does so on accelerators; here only the updates are compiled, not the stages."""
   monkeypatch.setattr(engine.PipelineEngine, 'compiles_updates', True)
   step = _Check(optimizer, num_micro_batches=1)
   graph = _Traced(step)
@@ -376,7 +376,7 @@ def _Regularised():
   ids=['asked', 'loss_scale_factor'],
 )
 def testGradientsOfARowMayBeAddedFirst(optimizer, is_sum):
-  """So they are in plain Keras if the table is in a regularizer: its gradient is a matrix."""
+  """Plain Keras does so if the table is in a regularizer: its gradient is then a matrix."""
   expected = _PlainTable(_Adam, _Regularised)
   table, *_ = _PlainTable(_Adam, _Using('once'))
   assert np.max(np.abs(table - expected[0])) > 1e-4
@@ -394,7 +394,7 @@ def testGradientsOfARowMayBeAddedFirst(optimizer, is_sum):
   ids=['mixed', 'masked'],
 )
 def testALayerWithMicroBatchesUnlikeTheBatchIsWarnedOf(layer, optimizer, num_micro_batches, caplog):
-  """Its gradients are added: with one micro-batch they are as in Keras, and so with SGD."""
+  """Its gradients are added; they equal Keras's with one micro-batch, or with SGD."""
   make = functools.partial(_Begins, layer)
   _CheckTable(optimizer, make, num_micro_batches=num_micro_batches)
   assert 'layers[0]' not in caplog.text

@@ -84,7 +84,7 @@ def testMasksAndWeightsOfPositions():
 
 
 def testAnExampleMayHaveOnePosition():
-  """And the sum of the losses, which has large gradients."""
+  """The loss is a sum, which has large gradients."""
   _Check(
     _Classifier,
     keras_fits.Floats(12, 5),

@@ -357,7 +357,7 @@ def testOverridesThatAPipelineWouldNotCallAreRefused(name):
 
 
 def testLossesAreTheModels():
-  """So that a loop of the user's own has them."""
+  """A custom loop of the user needs them."""
   inputs = keras.Input([5])
   model = keras.Model(inputs, layers.Dense(3, kernel_regularizer='l2')(inputs))
   pipe = keras_fits.Pipe(model, 1)
@@ -368,7 +368,7 @@ def testLossesAreTheModels():
 
 
 def testFunctionsOfModelsThatShareLayersFollowTheVariables():
-  """And a function of the user that was traced before does not read the old places in silence."""
+  """A user's function that was traced before does not silently read the old places."""
   model = keras_fits.Mlp()
   encoder = keras.Model(model.inputs, model.layers[-2].output)
   outer = keras.Sequential([model, layers.Softmax()])
@@ -507,7 +507,7 @@ class FirstIsSlow(keras.optimizers.SGD):
 
 
 class FirstIsFast(keras.optimizers.SGD):
-  """Depends on the order of the variables, and overrides what Keras's `train_step` calls."""
+  """Depends on the order of the variables; overrides a method that Keras's `train_step` calls."""
 
   def apply_gradients(self, grads_and_vars):
     (first, variable), *later = grads_and_vars
@@ -524,7 +524,7 @@ class FirstIsFast(keras.optimizers.SGD):
   ids=['slow', 'fast', 'fast, not clipped'],
 )
 def testTheOptimizerGetsTheVariablesInKerassOrder(optimizer, clipped):
-  """And before they are clipped."""
+  """It gets their gradients before these are clipped."""
   model = keras_fits.Seeded(keras_fits.Mlp)
   model.compile(optimizer=optimizer(0.05, **clipped), run_eagerly=True, **_Squares())
   model.train_on_batch(X, Y)
@@ -628,7 +628,7 @@ def testASubclassedModelTakesSequencesOfEachLength():
 
 
 def testALengthThatACallComputesWithIsRefusedIfItChanges():
-  """The step of the first length was taken from all sequences."""
+  """The step of the first length would be taken from all sequences."""
   pipe = keras_fits.Pipe(_Recurrent(lambda x: x.shape[1]), 2)
   x = keras_fits.Floats(4, 5, 2)
   np.testing.assert_allclose(pipe.predict(x, verbose=0), pipe.model(x), rtol=1e-4, atol=1e-5)
@@ -637,7 +637,7 @@ def testALengthThatACallComputesWithIsRefusedIfItChanges():
 
 
 def testASubclassedModelKeepsTheKindOfItsInputs():
-  """Floats were truncated to the integers of the first batch."""
+  """Floats are not truncated to the integers of the first batch."""
   pipe = keras_fits.Pipe(_Recurrent(lambda x: ops.shape(x)[1]), 2)
   pipe.predict(np.ones([4, 5, 2], 'int32'), verbose=0)
   with pytest.raises(ValueError, match=naming.Naming('int32', 'float32')):

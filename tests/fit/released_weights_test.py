@@ -28,7 +28,7 @@ def _Alive(references):
   ids=str,
 )
 def testWeightsAreReleasedWithThePipeline(options, caplog):
-  """Also their slots, and the same after evaluation and prediction."""
+  """So are their slots, and the same holds after evaluation and prediction."""
 
   def Train():
     model = keras_fits.Mlp(outputs=9)

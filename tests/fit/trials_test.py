@@ -52,7 +52,7 @@ def testOneMicroBatchMayCompareExamples(caplog):
   ids=['Keras', 'own'],
 )
 def testNormalisationByTheBatchIsWarnedOf(make, numbers, caplog):
-  """Unless there is one micro-batch."""
+  """There is no warning with one micro-batch."""
   for num_micro_batches in numbers:
     assert 'num_micro_batches=1' not in caplog.text  # TensorFlow warns of many traces.
     parts = [keras.Input([4, 5]), layers.Dense(4), make(), layers.Dense(3)]

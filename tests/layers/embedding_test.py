@@ -242,7 +242,7 @@ def testWrongLabelSmoothingRaises():
 )
 @pytest.mark.parametrize('values', [{'chunk_size': 2}, {'num_shards': 2}])
 def testACustomHeadIsNotComputedInParts(values, cls):
-  """The loss had the logits of the base class."""
+  """The loss would use the logits of the base class."""
   values = {'name': 'head', 'input_dim': 3, 'num_classes': 8, **values}
   with pytest.raises(ValueError, match=naming.Naming(cls.__name__, 'head', 'class_axes')):
     cls.Params().Set(**values).Instantiate()

@@ -299,7 +299,7 @@ def testLayersWithOtherAttributesShareNoTrace():
   ],
 )
 def testAttributesThatLookAlikeShareNoTrace(cls):
-  """Both stages ran with the first layer's scale."""
+  """With one trace, both stages would use the first layer's scale."""
   x, sub = tf.ones([4, layers.DIM], tf.float64), [cls.Params(), cls.Params()]
   faulty_layers.NumberedLayer.numbers = iter((1, 2))
   stack = stacks.MakeStack(sub, num_stages=2)
@@ -310,7 +310,7 @@ def testAttributesThatLookAlikeShareNoTrace(cls):
 
 
 def testMoreMicroBatchesTakeNoMoreTraces():
-  """Nor do more stages than three: of the first, the last and all others F and B."""
+  """Neither do more than three stages: the first, the last and all others have F and B."""
   layer = linear.ProjectionLayer.Params().Set(input_dim=4, output_dim=4)
   traces = []
   for num_micro_batches in (2, 8):
@@ -469,7 +469,7 @@ def _End(w, m):
 
 @pytest.mark.parametrize('splits', [[1, 6], [5, 6]])
 def testALayerMayChangeTheMapsThatItGets(splits):
-  """Backward, or a skip connection, had the changed map."""
+  """Neither backward nor a skip connection gets the changed map."""
   stash = skip.StashLayer.Params().Set(key='s')
   pop = skip.PopLayer.Params().Set(key='s', combine='append')
   make = layers.FnLayer.Params
@@ -486,7 +486,7 @@ def testALayerMayChangeTheMapsThatItGets(splits):
 
 
 def testLossWeightsMayBeNegative():
-  """The metrics lacked a micro-batch whose weights add up to less than 0."""
+  """The metrics include a micro-batch whose weights add up to less than 0."""
   sub = [layers.FnLayer.Params().Set(fn=lambda w, x: tf.tanh(x * w))]
   x = tf.constant(np.random.default_rng(0).normal(size=[4, layers.DIM]))
   side = tf.constant([1.0, 0.5, -2.0, 0.3], tf.float64)

@@ -254,7 +254,7 @@ def testDevicesRunAtTheSameTime():
 
 
 def testStagesOfOneDeviceTakeTurns():
-  """So the test above can fail."""
+  """This shows that the test above can fail."""
   with pytest.raises(tf.errors.OpError, match='BrokenBarrierError'):
     _Meet(timeout=0.1, stages_per_device=2, schedule='looped_bfs')
 
@@ -263,7 +263,7 @@ def testStagesOfOneDeviceTakeTurns():
 
 
 def testACustomScheduleTrains():
-  """Micro-batches out of order, and backward split for some of them only."""
+  """Micro-batches are out of order, and backward is split for some of them only."""
   text = """
     0F0, 0F1, 0F2, 0I1, 0B0, 0I2, 0W2, 0W1
     1F1, 1F0, 1B1, 1F2, 1I0, 1B2, 1W0
@@ -345,7 +345,7 @@ def testStagesPerDeviceThatContradictACustomScheduleAreRefused():
 
 
 def testAScheduleWhosePlacementDependsOnTheBatchIsRefused(monkeypatch):
-  """Whose placement depends on the number of micro-batches."""
+  """The placement depends on the number of micro-batches."""
 
   def Moving(num_stages, num_micro_batches, num_devices):
     schedule = schedules.Get('gpipe', num_stages, num_micro_batches, num_devices)

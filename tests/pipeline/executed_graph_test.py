@@ -217,7 +217,7 @@ def _PeakHeld(graph, schedule):
   [('gpipe', 'except_last'), ('gpipe', 'none'), ('1f1b', 'stage'), ('1f1b', 'layer')],
 )
 def testHoldsAsManyMicroBatchesAsTheScheduleSays(name, policy, tmp_path):
-  """All M, and under 1f1b no more than min(M, K-k) at stage k."""
+  """Stage k holds all M micro-batches, and under 1f1b at most min(M, K-k)."""
   k, m = 3, 4
   stack = _Stack(k, m, schedule=name, remat_policy=policy)
   schedule = schedules.Get(name, k, m)
@@ -350,7 +350,7 @@ def testAnotherOrderIsCaught(tmp_path):
 
 
 def testAFailedRunLeavesNothingToTheNext(tmp_path):
-  """TensorFlow keeps the graphs of a run that failed, and hands them over with the next one's."""
+  """TensorFlow keeps the graphs of a failed run, and returns them with the graphs of the next."""
 
   def Function(name):
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([2], name=name)])

@@ -290,7 +290,7 @@ def testCustomGradientsMayTakeVariablesFromTheirSurroundings(policy):
   ids=lambda options: next(iter(options)),
 )
 def testWeightsThatACustomGradientLosesAreRefused(options):
-  """They had the gradient 0."""
+  """They would get the gradient 0."""
   options = dict(options)
   is_under_tape = options.pop('is_under_tape', False)
   stack = _MakeSquare(faulty_layers.RecomputingProjection, **options)

@@ -275,7 +275,7 @@ def _FiveStepsOfSgd(num_stages, num_micro_batches):
 
 
 def testAfterSomeStepsEvaluationIsCloseToOneMicroBatch():
-  """Not the same, for a micro-batch is normalised by its own statistics."""
+  """It is not equal, because a micro-batch is normalised by its own statistics."""
   (_, whole), (_, parts) = (_FiveStepsOfSgd(*n) for n in ((1, 1), (2, 4)))
   np.testing.assert_allclose(parts[0], whole[0], rtol=1e-12)
   moved, apart = np.linalg.norm(whole[5] - whole[0]), np.linalg.norm(parts[5] - whole[5])

@@ -127,7 +127,7 @@ def testCollectivesOfADeviceAreInOneOrder(schedule, policy, stages_per_device, m
 
 
 def testAnEagerStepTakesTheStatisticsOfEachReplica():
-  """As it finds out why a step failed: one replica has run when the next one begins."""
+  """Eager steps find out why a step failed: one replica has run when the next one begins."""
   stack = _Place(2, 8, num_micro_batches=2)
   x, side = (_X(8),), stacks.ExampleWeights(8)
   sides = stack.SplitBatch(side)

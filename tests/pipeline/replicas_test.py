@@ -196,7 +196,7 @@ def testReplicasShareTheTraces():
 
 
 def testReplicasShareAnEvaluation():
-  """With the same sums as in one replica, and after weights that changed in the first one alone."""
+  """The sums are as in one replica, also after weights changed in the first replica alone."""
   losses = []
   for num_replicas in (1, 2):
     stack = _Place(num_replicas, 7, num_stages=2, num_micro_batches=4 // num_replicas)

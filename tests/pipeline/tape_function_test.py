@@ -230,7 +230,7 @@ def testCompiledByXla():
 
 
 def testGradientsUnderPolicyLayerAreEqual():
-  """With several layers in a stage."""
+  """The stages have several layers."""
   args = _Inputs([4])
   stack = _Placed(args, 1, 2, remat_policy='layer')
   _CheckSame(_Run(stack, args), _Reference(args, 2))
@@ -251,7 +251,7 @@ def _Stack(sub, *specs, num_stages=None, **options):
 
 
 def testAStageMayHaveIntegersOnly():
-  """Its input and output have no gradient; the weights behind it do."""
+  """Its input and output have no gradient; the weights after it do."""
   sub = [
     lambda ids: (ids + 1) % 5,
     embedding.EmbeddingLayer.Params().Set(vocab_size=5, embedding_dim=4),
@@ -394,7 +394,7 @@ def testWithoutATapeNothingRunsBackward():
 
 @pytest.mark.parametrize('in_function', [False, True])
 def testACustomTrainingLoopTrains(in_function):
-  """The documented loop: one's own tape and a Keras optimizer around the layer."""
+  """The documented loop: a user's tape and a Keras optimizer around the layer."""
   drop = dropout.DropoutLayer.Params().Set(keep_prob=0.95)
   square = linear.ProjectionLayer.Params().Set(
     input_dim=_DIM, output_dim=_DIM, activation='TANH', has_bias=True

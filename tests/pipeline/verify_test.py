@@ -117,7 +117,7 @@ def testTiedWeights():
 
 
 def _OnlyFailures(report, *patterns):
-  """The report has exactly the failures that begin so."""
+  """Checks that the failures of the report begin with exactly these texts."""
   failures = report.Failures()
   assert len(failures) == len(patterns), failures
   for line, pattern in zip(failures, patterns, strict=True):

@@ -132,7 +132,7 @@ def testEqualsTheLayersOneAfterTheOther(head, num_devices, num_replicas, size, o
 
 @pytest.mark.parametrize('trained', ['layers[2]', 'shards[1].linear.b', 'layers[0].shards[2]'])
 def testFrozenWeightsGetNoGradient(trained):
-  """Before, behind and within the slices; vocabulary_test has several micro-batches."""
+  """They are before, after or within the slices; vocabulary_test has several micro-batches."""
 
   def IsTrained(path):
     return trained in path
@@ -315,7 +315,7 @@ def testAStepWithoutATaskUpdatesTheShards():
 
 
 def testACustomEmbeddingIsNotSharedOut():
-  """It got rows in the place of ids."""
+  """It would get rows in place of ids."""
   inputs, side = _Batch()
   sizes = {'vocab_size': _VOCAB, 'embedding_dim': _DIM, 'num_shards': _NUM_SHARDS}
   sub = [vocabulary_layers.ShiftedEmbedding.Params().Set(**sizes), *_Sub(_SIMPLE)[1:]]

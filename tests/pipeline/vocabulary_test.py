@@ -126,7 +126,7 @@ def testLossAndGradientsEqual(head, num_devices, num_replicas, size, options, mo
   'trained, num_micro_batches', [('layers[1]', 1), ('layers[4].linear.b', 2)]
 )
 def testFrozenWeightsGetNoGradient(trained, num_micro_batches):
-  """Before, behind and within the slices; one micro-batch is fewer than stages."""
+  """They are before, after or within the slices; one micro-batch is fewer than stages."""
 
   def IsTrained(path):
     return trained in path

@@ -259,7 +259,7 @@ def testLossWeightMustAgree():
 
 
 def testLossWeightMustAgreeInEachStep():
-  """Only the first step compared them."""
+  """Later steps compare them, too, not only the first step."""
 
   class OfFull(measured.Pipelined):
     def LossWeight(self, input_batch):

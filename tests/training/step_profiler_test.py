@@ -76,7 +76,7 @@ def testProfilingChangesNoWeights(run, tmp_path):
 
 
 def testAResumedRunProfilesOnlyItsRemainingSteps(run, capsys):
-  """With equal flags; with steps that are partly done; with the first step of a call."""
+  """Calls have equal flags, steps that are partly done, or the first step of a call."""
   _Train(run, (3, 4), max_steps=6)
   assert naming.AnyLineNames(capsys.readouterr().out, '--profile_steps=3,4', 'nothing', 'step 5')
   _Train(run, (6, 8), max_steps=8)

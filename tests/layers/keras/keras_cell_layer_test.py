@@ -74,7 +74,7 @@ def _TrainedWithTime(time, axes):
 
 @pytest.mark.parametrize('time', [4, None])
 def testExamplesMayBeOnAnotherAxisThanTheFirst(time):
-  """The averages took the steps of time for examples, so all micro-batches weighed the same."""
+  """If steps of time counted as examples, all micro-batches would have the same weight."""
   weights = _TrainedWithTime(time, (1, 0, 2))
   for a, b in zip(weights, _TrainedWithTime(4, (0, 1, 2)), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -177,7 +177,7 @@ def _Masks(num_stages, **options):
 
 
 def testDropoutDependsOnStepAndMicroBatchAlone():
-  """And backward uses the masks of forward."""
+  """Backward uses the masks of forward."""
   pipe, masks, _ = _Masks(1)
   np.testing.assert_array_equal(pipe.predict(keras_fits.Floats(8, 5), verbose=0) > 0.5, True)
   pieces = [masks[step, rows] for step in (0, 1) for rows in (slice(0, 4), slice(4, 8))]
@@ -199,7 +199,7 @@ def testDropoutDependsOnStepAndMicroBatchAlone():
 
 
 class _Block(layers.Layer):
-  """Layers in a layer, which does not hand the mode on."""
+  """Layers in a layer that does not pass on the mode."""
 
   def __init__(self):
     super().__init__()
@@ -243,7 +243,7 @@ class _Noise(layers.Layer):
 
 
 def testRandomNumbersDifferInEachCallAndMicroBatch():
-  """With a generator of the layer, and with Keras's own."""
+  """The layer has a generator, or uses Keras's."""
 
   def Make():
     x = inputs = keras.Input([5])
@@ -378,7 +378,7 @@ def _FitByKeras(make):
   ],
 )
 def testRecomputationByKerasKeepsTheGradients(make, options):
-  """The weights were not trained."""
+  """Otherwise the weights would not be trained."""
   y, expected = _FitByKeras(make)
   pipe = keras_fits.Pipe(keras_fits.Seeded(make), 2, 2, **options)
   keras_fits.CheckEqual(keras_fits.Fit(pipe, X, y, _Squares, batch_size=7), expected)
@@ -429,7 +429,7 @@ class _Traced(layers.Layer):
   ids=['recompute_grad', 'custom_gradient', 'function'],
 )
 def testWeightsWithoutTheirGradientAreRefused(make, reason, options):
-  """They were not trained."""
+  """They would not be trained."""
   pipe = _Compiled(lambda: _With(make()), 2, 2, **options)
   path = pipe.model.layers[1].kernel.path
   with pytest.raises(ValueError, match=naming.Naming(path, reason)):
@@ -492,7 +492,7 @@ class _Counting(layers.Layer):
 
 
 def testACallThatChangesAVariableOutsideItsLayersIsRefused():
-  """It lost the change."""
+  """A pipeline would lose the change."""
   variable = keras.Variable(0.0, trainable=False, name='outside')
   pipe = _Compiled(lambda: _With(_Counting(variable)))
   with pytest.raises(ValueError, match=naming.Naming(variable.path, '_Counting', 'add_weight')):
@@ -530,7 +530,7 @@ def _WithDense(*following):
 
 
 def testACallThatReadsStateAfterAChangeIsRefused():
-  """It read the state of the step before."""
+  """It would read the state of the previous step."""
 
   def Make(num_counts, reads=True):
     counts = [_Steps() for _ in range(num_counts)]
@@ -564,7 +564,7 @@ class _Reading(layers.Layer):
 
 
 def testACallThatReadsAWeightOfAnotherLayerIsRefused():
-  """It lost the gradient."""
+  """A pipeline would lose the gradient."""
 
   def Make(make_head):
     inputs = keras.Input([5])

@@ -151,7 +151,7 @@ def testFunctionsThatCannotBeRecordedAreRefused(function, name):
 
 
 def testRandomNumbersOfTensorFlowAreRefused():
-  """They would be others when activations are computed again."""
+  """They would differ when activations are recomputed."""
   model = _Model(lambda m, x, ids: x + tf.random.normal(tf.shape(x)))
   pipe = keras_fits.Pipe(model, 2, 1)
   pipe.compile(loss='mse')

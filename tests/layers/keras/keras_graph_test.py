@@ -162,7 +162,7 @@ class _Modes(keras.Model):
 
 
 def testAnExplicitModeOfANestedModelIsKept():
-  """In Keras, also for the layers that are called next."""
+  """In Keras it also holds for the layers that are called next."""
   graph = _Check(_Modes(), X, ['drop', 'a', 'drop', 'a', 'last'])
   assert [n.training for n in graph.nodes] == [False, False, False, False, None]
 
@@ -238,7 +238,7 @@ class _Changing(keras.Model):
   ids=['variable', 'add_loss', 'add_metric'],
 )
 def testChangesOutsideLayersAreRefused(change, name):
-  """Only the trace made them."""
+  """Only the trace would make them."""
   model = _Changing(change)
   model.dense.build([None, *X.shape[1:]])
   model.built = True
@@ -254,7 +254,7 @@ def testConstantsOutsideLayersAreEqualInEachTrace():
 
 
 def testAFunctionalModelRefusesOtherSizesAsInKeras():
-  """A Sequential model and unknown sizes take any."""
+  """A Sequential model, and a model of unknown sizes, take any size."""
   x = keras_fits.Floats(4, 3, 5)
   fixed, free = (keras.Input([size, 5], name='x') for size in (2, None))
   for model in (keras.Sequential([fixed, _Dense('a')]), keras.Model(free, _Dense('a')(free))):

@@ -47,7 +47,7 @@ class _Glue(keras.Model):
 
 
 def testWeightsAndConstantsOutsideLayersAreTrained():
-  """All weights: some have a gradient only by way of operations that no input reaches."""
+  """Some weights have a gradient only through operations that do not depend on the inputs."""
   keras_fits.CheckFit(lambda: _Made(_Glue, IDS), IDS, TARGETS, COMPILED, **TWO_STEPS)
 
 
@@ -59,7 +59,7 @@ def _Made(cls, x):
 
 
 class _Masked(keras.Model):
-  """Hands on the mask of an embedding."""
+  """Passes on the mask of an embedding."""
 
   def __init__(self):
     super().__init__(name='masked')
@@ -132,7 +132,7 @@ def testASliceByALengthThatChangesIsRefused():
 
 
 class _Seen(layers.Layer):
-  """Notes the training mode of each of its calls."""
+  """Records the training mode of each of its calls."""
 
   def __init__(self):
     super().__init__(name='seen')

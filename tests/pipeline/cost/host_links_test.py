@@ -61,7 +61,7 @@ def testASlowerLinkIsNeverFaster():
 @pytest.mark.parametrize('policy', rematerialisation.POLICIES)
 @pytest.mark.parametrize('name', ['gpipe', '1f1b', 'zb_h1'])
 def testTheMemoryModelsAgree(name, policy):
-  """The simulator's, and `stage_memory`, which the cut and the planner use."""
+  """One is the simulator's; the cut and the planner use the other, `stage_memory`."""
   schedule = offload.WithOffload(schedules.Get(name, 3, 10))
   # `stage_memory` counts 2 of these 5 bytes as inputs of layers.
   sizes = simulator.ActivationSizes(stage_input=1, inner=5, layer_inputs=2, largest_layer=2)

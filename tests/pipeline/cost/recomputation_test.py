@@ -33,7 +33,7 @@ def _Case(seed, schedule='1f1b', num_stages=2):
 
 
 def _All(layers, work, schedule, stage, start, end):
-  """Yields (policy, work computed again, activations) of all policies of a stage."""
+  """Yields (policy, recomputed work, activations) of all policies of a stage."""
   count = sum(a.stage == stage and a.kind in 'BI' for row in schedule.actions for a in row)
   forward = sum(w.forward for w in work[start:end])
   for policy in rematerialisation.POLICIES:
@@ -56,7 +56,7 @@ def _All(layers, work, schedule, stage, start, end):
 
 
 def _Best(layers, work, schedule, limit, stage, start, end):
-  """Returns the least work that is computed again within the limit; None if nothing fits."""
+  """Returns the least recomputed work within the limit; None if nothing fits."""
   room = limit - sum(layer.state for layer in layers[start:end])
   choices = _All(layers, work, schedule, stage, start, end)
   return min((again for _, again, num_bytes in choices if num_bytes <= room), default=None)
@@ -122,7 +122,7 @@ def testMoreMemoryIsNeverMoreWork():
 
 
 def testManyDifferentLayersAreChosenNearTheBest():
-  """Thinned fronts: the choice may compute a little more again, but keeps the limit."""
+  """With thinned fronts the choice may recompute a little more, but keeps the limit."""
   rng = random.Random(3)
   layers, work = [], []
   for i in range(40):

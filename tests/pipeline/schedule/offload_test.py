@@ -71,7 +71,7 @@ def testMoreOffloadNeverHoldsMore():
 
 @pytest.mark.parametrize('name, m', [('gpipe', 5), ('1f1b', 6), ('zb_h1', 6)])
 def testNoOtherSetIsBetter(name, m):
-  """Against all sets of micro-batches of the first stage."""
+  """Compares with all sets of micro-batches of the first stage."""
   plain = schedules.Get(name, 4, m)
   row = plain.actions[0]
 

@@ -183,7 +183,7 @@ def PrintFailuresWhereReplicasMeet():
 
 
 def testAFailureWhileReplicasSumStatisticsNamesTheLayer(forks, tmp_path):
-  """In a process of its own: in it TensorFlow may take no more sums over replicas."""
+  """It runs in a separate process, where TensorFlow may then refuse further sums over replicas."""
   (tmp_path / 'program.py').write_text(
     'from lingvo_gpipe.distributed import cluster\n'
     "cluster.Cluster.Create(2, platform='cpu', threads_per_device=1)\n"
@@ -226,7 +226,7 @@ def PrintFailureWithoutMemory():
 
 
 def testALayerThatRunsOutOfMemoryUnderXlaIsNamed():
-  """In a process without oneDNN, whose allocator waits ten seconds each time."""
+  """It runs in a process without oneDNN, whose allocator waits ten seconds each time."""
   program = (
     'from lingvo_gpipe.cli import binary\n'  # First: it imports TensorFlow in half of the time.
     'from lingvo_gpipe.distributed import cluster\n'

@@ -111,7 +111,7 @@ def _Backward(sub, tmp_path, **options):
 
 
 def testALayerWaitsForTheGradientsOfTheOneAbove(tmp_path):
-  """Its products, and its random bits, which follow from no gradient."""
+  """Its products wait, and so do its random bits, which depend on no gradient."""
   products, draws = graph_reader.NumProductsBefore(_Backward([_Wide()] * _N, tmp_path))
   # Each layer has two again, two for its weights and two for its inputs.
   assert len(products) == 6 * _N

@@ -53,7 +53,7 @@ def testAMaxPoolIsRecomputedNextToItsGradient():
 
 
 def testAMaxPoolIsKeptIfItsGradientRunsElsewhereOrNever():
-  """Its inputs, which are larger, would be kept only to compute it again."""
+  """Its inputs, which are larger, would be kept only to recompute it."""
   split, *_ = _Split(trained=1)
   assert _Types(split.ForwardResiduals(lambda name: False)) == ['MaxPool']
   split, *_ = _Split(trained=2)
