@@ -245,7 +245,7 @@ def _IsInModule(function: types.FunctionType) -> bool:
 def _Contents(cell: types.CellType) -> Any:
   try:
     return cell.cell_contents
-  except ValueError:  # Empty.
+  except ValueError:  # The cell is empty.
     return None
 
 
@@ -276,9 +276,9 @@ def _Parts(value: Any) -> Sequence[Any] | None:
       return None
     reduce = copyreg.dispatch_table.get(cls)
     reduced: Any = reduce(value) if reduce else value.__reduce_ex__(4)
-  except Exception:  # For example, of a symbolic tensor or of a lock.
+  except Exception:  # For example, if it is a symbolic tensor or a lock.
     return None
-  if isinstance(reduced, str):  # Its name in its module.
+  if isinstance(reduced, str):  # The object's name in its module.
     return None if '<' in reduced else [reduced]
   make, arguments, *more = reduced
   state = more[0] if more else None

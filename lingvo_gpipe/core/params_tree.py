@@ -391,7 +391,7 @@ def Equal(a: Any, b: Any, *, exactly: bool = False) -> bool:
     is_equal = a == b
     if not hasattr(is_equal, 'all'):
       return bool(is_equal)
-    # Not of arrays of two shapes, of which one would be broadcast.
+    # Arrays of different shapes are not equal, but `==` would broadcast one of them.
     kinds = ((getattr(x, 'dtype', None), getattr(x, 'shape', None)) for x in (a, b))
     return len(set(kinds)) == 1 and bool(is_equal.all())
   except Exception:  # Values that cannot be compared are not equal.

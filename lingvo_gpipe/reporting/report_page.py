@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from lingvo_gpipe.reporting import line_chart, metrics_log, run_report, svg
 
-# Values of a step that say nothing as a curve.
+# Values of a step whose curves say nothing.
 _LEFT_OUT = ('is_finite', 'grad_scale', 'loss_weight', 'steps')
 _FIRST, _LAST = ('loss',), ('learning_rate', 'grad_norm', 'num_skipped_steps')
 _MOST_EVALUATIONS = 20

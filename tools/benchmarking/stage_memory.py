@@ -175,7 +175,7 @@ def Measure(setting: Setting) -> float:
   @tf.function(autograph=False)
   def Step(x: tf.Tensor) -> Any:
     pieces = stack.SplitBatch(x)
-    # Depends on the data: a constant would give constant gradients, which TensorFlow keeps.
+    # The weights depend on the data, because TensorFlow would keep constant gradients.
     weights = [piece[0, 0] for piece in pieces]
     micro_batches = [
       micro_batch.MicroBatch((p,), p, weight) for p, weight in zip(pieces, weights, strict=True)

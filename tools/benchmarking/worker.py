@@ -174,7 +174,7 @@ def Measure(config: configuration.Configuration) -> dict[str, Any]:
 def main() -> None:
   """Measures the configuration in the first argument."""
   config = configuration.Configuration.FromJson(sys.argv[1])
-  # Before TensorFlow creates its threads, which inherit it.
+  # Set the cores before TensorFlow creates its threads, which inherit them.
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: config.num_cores])
   measure = MeasureFit if config.workload == 'c' else Measure
   print(json.dumps(measure(config)))

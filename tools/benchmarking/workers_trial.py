@@ -182,7 +182,7 @@ def _Theory(run: Any, trial: Trial, batch: Any) -> tuple[int, int]:
 def main() -> None:
   """Measures the trial in the first argument."""
   trial = Trial(**json.loads(sys.argv[1]))
-  # Before TensorFlow creates its threads and workers start, which inherit it.
+  # Set the cores before TensorFlow creates its threads and workers start, which inherit them.
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: trial.num_cores])
   print(json.dumps(Measure(trial)), flush=True)
   # TensorFlow's shutdown would wait for the workers, which have ended.

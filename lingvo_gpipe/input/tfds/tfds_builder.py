@@ -166,7 +166,7 @@ def Examples(
     except (
       tf.errors.DataLossError,
       tf.errors.FailedPreconditionError,
-    ) as e:  # Too few: the latter.
+    ) as e:  # The latter if there are too few records.
       error = e
   if damaged == 'stop':
     _RaiseDamage(builder, split, context)
