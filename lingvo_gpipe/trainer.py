@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: `trainer --model=KEY --logdir=DIR`; other modes print, or export, and exit."""
+"""The trainer: `trainer --model=KEY --logdir=DIR`; other modes print or export, and exit."""
 
 from __future__ import annotations
 
@@ -101,8 +101,9 @@ def _Export() -> int:
 def _Train() -> int:
   if FLAGS.checkpoint != checkpoint_choice.LAST:
     raise binary.UsageError(
-      f'--checkpoint={FLAGS.checkpoint} is for --mode=export; training resumes from the last one. '
-      'To start a new run with the weights of another, set train.init_from_checkpoint_rules'
+      f'--checkpoint={FLAGS.checkpoint} is for --mode=export; training resumes from the last '
+      'checkpoint. To start a new run with the weights of another, set '
+      'train.init_from_checkpoint_rules'
     )
   has_workers, spec = supervised.Workers()
   _CheckMinWorkers(spec)
@@ -166,7 +167,7 @@ def _CheckMinWorkers(spec: cluster_spec.ClusterSpec | None) -> None:
     )
   if FLAGS['worker_timeout'].present and not FLAGS.min_workers:
     raise binary.UsageError(
-      '--worker_timeout sets after how long --min_workers are enough: give both, or neither'
+      '--worker_timeout is the time to wait before --min_workers are enough: set --min_workers, too'
     )
 
 

@@ -38,7 +38,7 @@ class CheckpointInfo:
     time: time of saving, in seconds since 1970.
     tensors: {path: shape and dtype}.
     metadata: the metadata passed to `Save`; `ReadMetadata` returns a copy.
-    written: names, sizes and digest that the data files must have.
+    written: the expected names, sizes and digest of the data files.
   """
 
   step: int
@@ -90,8 +90,8 @@ def CommitText(
 ) -> str:
   """Returns the text of the commit file.
 
-  A later format may change the contents of 'checkpoint', but neither the two outer keys nor the
-  digest.
+  A later format may change the contents of 'checkpoint'. The two outer keys and the meaning of the
+  digest must stay.
   """
   tensors = {k: {'dtype': s.dtype.name, 'shape': s.shape.as_list()} for k, s in specs.items()}
   record = {

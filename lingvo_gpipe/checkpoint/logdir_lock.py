@@ -42,7 +42,7 @@ class InUseError(OSError):
 
 
 class LostError(OSError):
-  """This trainer no longer holds the directory."""
+  """The error of a trainer that no longer holds the directory."""
 
 
 class Lock(Protocol):

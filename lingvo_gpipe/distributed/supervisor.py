@@ -78,7 +78,7 @@ class Work(NamedTuple):
 
 
 class _Failure(NamedTuple):
-  """Why a child process failed: a kind, for counting, and a message."""
+  """The failure of a child process: a kind, for counting, and a message."""
 
   kind: str
   message: str

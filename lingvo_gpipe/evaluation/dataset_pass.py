@@ -50,7 +50,7 @@ class DatasetPass:
 
     Raises:
       ValueError: the name is not a valid directory name, the task does not support this pass, or
-        the input may silently leave out examples.
+        the input may skip examples without a warning.
     """
     if not name.isidentifier():
       raise ValueError(f'a data set has a name of letters, digits and underscores; got {name!r}')
@@ -99,11 +99,11 @@ class DatasetPass:
     return f'{self._name} {self._input.Describe()}'
 
   def MetricNames(self) -> list[str] | None:
-    """Returns the names of the metrics that `Run` returns; None if they are not known before."""
+    """Returns the names of the metrics that `Run` returns; None if only `Run` knows them."""
     return None
 
   def Close(self) -> None:
-    """Closes the events file; another result opens a new one."""
+    """Closes the events file; the next result opens a new file."""
     if self._writer is not None:
       self._writer.Close()
       self._writer = None
@@ -120,7 +120,7 @@ class DatasetPass:
     raise NotImplementedError(f'{type(self).__name__} has no Run')
 
   def WriteSample(self, step: int) -> None:
-    """Writes the result of one example, unless `Run` writes the results of all."""
+    """Writes the result of one example; does nothing if `Run` writes all results."""
 
   def PrintSample(self) -> None:
     """Prints the last sample of `WriteSample` once."""

@@ -28,7 +28,7 @@ from lingvo_gpipe.pipeline.stages import micro_batch
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """How a model is placed.
+  """The settings with which a model is placed.
 
   Attributes:
     params: Params of a PipeliningLayer without its layers.

@@ -19,10 +19,10 @@ _HISTORY = ('best_step', 'best_value', 'gain_step', 'gain_value', 'num_without_g
 class EarlyStopping:
   """Summarises the history of one metric and decides when training should stop.
 
-  The checkpoint of the best evaluation is kept. A gain is an evaluation that is better than the
-  last gain by more than the tolerance. Training stops when there has been no gain for too long.
+  The checkpoint of the best evaluation is kept. An evaluation is a gain if it beats the last gain
+  by more than the tolerance. Training stops when there has been no gain for too long.
 
-  If no metric is followed, a history restored from a checkpoint is saved again unchanged.
+  Without a metric, later checkpoints keep a restored history unchanged.
 
   Attributes:
     followed: jobname, metric and minimize of this history.
@@ -90,8 +90,8 @@ class EarlyStopping:
       jobname: the job that evaluated them.
       values: {metric: value}.
       is_extra: whether the evaluation is outside the regular schedule, for example at a pause. An
-        extra evaluation may be the best, but is not counted as a gain or as a lack of one, so it
-        does not change when training stops.
+        extra evaluation may be the best, but counts neither as a gain nor as a lack of one, so
+        it does not change when training stops.
 
     Returns:
       Whether this is the best evaluation so far.

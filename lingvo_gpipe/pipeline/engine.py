@@ -18,7 +18,7 @@ A step of K = 2 stages and M = 2 micro-batches under `gpipe`. Time goes down, de
 Called inside a tf.function, `Accumulate` lays out one multi-device graph. TensorFlow's dataflow
 runtime overlaps the devices and moves the tensors that pass between stages. The actions of a device
 are chained by control dependencies, so they run in the order of the schedule. The engine ends at
-[4]; `runners.replica_update` sums the replicas and updates the weights.
+[4]. `ReplicaUpdate`, or `KerasStep` for a Keras optimizer, sums the replicas and updates weights.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class _Bucket:
 
 
 class ShardedWeights:
-  """Each trained weight is owned by one replica, which alone has its slots and updates it.
+  """Trained weights that are each owned by one replica, which alone has the slots and updates it.
 
   This is stage 1 of ZeRO (Rajbhandari et al. 2020), with whole weights as shards. It sends as many
   bytes as an all-reduce: gradients to the owner, weights back.

@@ -11,7 +11,7 @@ A description is a mapping, as in JSON:
 Units are bytes and seconds. `flops_per_second` is the rate that layers reach, not the peak rate in
 the data sheet. `memory_bandwidth` is optional, and so is `between_hosts` if there is one host. The
 bandwidth of a link applies to one device and one direction, while all other links are in use.
-`to_host` is a link like these to the memory of the host; only with it the planner offloads.
+`to_host` is a link like these to the memory of the host; the planner offloads only if it is set.
 `all_reduce` is `collective`, or `send` as on CPUs (see `replicas.GradientSum`). `transfers` between
 stages `overlap` with work, or `occupy` both devices as on GPUs (see `simulator.Costs`). `slowdown`
 is 1 by default and should be measured. `name` and `source` are human-readable texts.
@@ -39,7 +39,7 @@ class Link:
   latency: float = 0.0
 
   def Seconds(self, num_bytes: float) -> float:
-    """Returns how long the bytes occupy the link, without its latency."""
+    """Returns the time for which the bytes occupy the link, without its latency."""
     return num_bytes / self.bandwidth
 
 
@@ -95,10 +95,10 @@ class Devices:
   def Boundary(self, num_replicas: int, devices_per_replica: int, a: int, b: int) -> Link:
     """Returns the slowest link between the a-th and the b-th device of any replica."""
     # The position of replicas in hosts is periodic. If one size divides the other, all replicas
-    # have equal links, and one turn suffices.
+    # have equal links, and one of them tells for all.
     larger, smaller = sorted((self.devices_per_host, devices_per_replica), reverse=True)
-    turns = min(num_replicas, self.devices_per_host) if larger % smaller else 1
-    starts = (r * devices_per_replica for r in range(turns))
+    num_distinct = min(num_replicas, self.devices_per_host) if larger % smaller else 1
+    starts = (r * devices_per_replica for r in range(num_distinct))
     links = {self.LinkBetween(start + a, start + b) for start in starts}
     return min(links, key=lambda link: (link.bandwidth, -link.latency))
 

@@ -31,7 +31,7 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Measuring:
-  """How to measure layers.
+  """The way to measure layers.
 
   Attributes:
     devices: layers are measured on the first device. The other devices of the host slow it down

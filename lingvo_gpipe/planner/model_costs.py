@@ -69,7 +69,7 @@ class LayerSample:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-  """How devices can share the last layer, a softmax.
+  """The costs of sharing the last layer, a softmax, out over devices.
 
   Attributes:
     num_parts: number of parts, classes or shards, of which slices consist.

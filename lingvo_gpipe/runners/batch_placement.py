@@ -47,7 +47,7 @@ class Share:
 
   Attributes:
     rows: rows of the batch.
-    num_micro_batches: number of micro-batches that these rows are cut into.
+    num_micro_batches: number of micro-batches that these rows are split into.
     first: CPU of the host of the replica's first stage.
     last: CPU of the host of the replica's last stage.
   """

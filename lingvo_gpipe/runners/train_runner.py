@@ -6,7 +6,7 @@ The step, in order, with one mini-batch per update:
     TrainStep(batch)                   checks the batch, traces the step at its first call
       _TrainStep(batch)                tf.function: the whole step is one graph
         _Accumulate(batch)
-          MicroBatches(batch)          cuts the mini-batch into micro-batches
+          MicroBatches(batch)          splits the mini-batch into micro-batches
           engine.Accumulate(...)       forward and backward by the schedule, into accumulators
         layer_statistics.Next(...)     new moving statistics of layers such as BatchNorm
         _Update(sums, ...)

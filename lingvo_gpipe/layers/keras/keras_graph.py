@@ -233,7 +233,7 @@ def _WhyClosed(node: keras_nodes.Node) -> str:
   if layer.supports_masking:
     return 'hands on masks'
   if any(v.shape[:1] != (None,) or None in v.shape[1:] for v in node.inputs):
-    return 'has inputs of which not the batch size alone is unknown'
+    return 'has inputs with unknown dimensions other than the batch'
   if any(set(x._call_context_args) - {'training'} for x in keras_nodes.Sublayers(layer)):
     return 'has context arguments other than `training`'
   if layer.autocast and not floats <= {layer.compute_dtype}:

@@ -50,7 +50,7 @@ _BY_LAYER = rematerialisation.ByLayer(())
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """What a stage recomputes.
+  """The parts of a stage that backward recomputes.
 
   Attributes:
     policy: the policy of the stage.

@@ -316,7 +316,7 @@ def _Play(
   clock: list[float] = [0] * schedule.num_devices
   timeline: list[list[Span]] = [[] for _ in range(schedule.num_devices)]
   copied: list[list[Span]] = [[] for _ in range(schedule.num_devices)]
-  for device, action in schedule.Walk():
+  for device, action in schedule.InOrder():
     if not work.Exists(action):
       continue
     if action.kind in actions.COPIES:

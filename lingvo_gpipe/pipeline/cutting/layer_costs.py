@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from lingvo_gpipe.core import base_layer, fprop_trace, nested_map, shapes
 from lingvo_gpipe.graph import flop_rules
+from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline.cost import stage_memory
 from lingvo_gpipe.pipeline.stages import retraces, split_backward, stage_math, vjp
 
@@ -138,13 +139,11 @@ class LayerCosts:
     known: dict[Any, Any] = {}
     costs: list[LayerCost] = []
     calls: list[LayerCall] = []
-    specs = tuple(input_specs)
-    skips = nested_map.NestedMap()
-    for i, layer in enumerate(layers):
+
+    def Run(i: int, layer: Any, specs: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
       index = bisect.bisect_right(splits, i) if splits else None
-      skips_in = nested_map.NestedMap({name: skips[name] for name in layer.skips_in})
-      key = (stage_math.StructureKey(layer), repr((skips_in, specs)))
-      call = LayerCall(layer, skips_in, specs, key, index)
+      key = (stage_math.StructureKey(layer), repr((skips, specs)))
+      call = LayerCall(layer, skips, specs, key, index)
       if key not in known:
         with LocateErrors(layer, specs, calls[-1].layer if calls else None, index):
           meta, stashed = self._Meta(call)
@@ -152,9 +151,12 @@ class LayerCosts:
         known[key] = meta, stashed, layer.NumParams()
       calls.append(call)
       meta, stashed, num_params = known[key]
-      skips.update(stashed)
-      specs = tuple(meta.out_specs)
-      costs.append(LayerCost(layer.path, type(layer).__name__, num_params, int(meta.flops), specs))
+      outputs = tuple(meta.out_specs)
+      kind, flops = type(layer).__name__, int(meta.flops)
+      costs.append(LayerCost(layer.path, kind, num_params, flops, outputs))
+      return outputs, stashed
+
+    sequential.RunLayers(layers, Run, tuple(input_specs))
     self.costs = tuple(costs)
     self.calls = tuple(calls)
 

@@ -32,7 +32,7 @@ UpdateMaker = Callable[[str, Mapping[str, tf.Variable], Sequence[tf.Variable]], 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """How to measure: the best of `repeats`, each with enough calls to take `min_seconds`."""
+  """The way to measure: the best of `repeats`, each with enough calls to take `min_seconds`."""
 
   repeats: int = 3
   min_seconds: float = 0.02

@@ -267,7 +267,7 @@ class Schedule:
     self._CheckOwners()
     self._CheckComplete()
     self._CheckOrder()
-    for _ in self.Walk():
+    for _ in self.InOrder():
       pass
     return True
 
@@ -366,7 +366,7 @@ class Schedule:
 
   # Time.
 
-  def Walk(self) -> Iterator[tuple[int, Action]]:
+  def InOrder(self) -> Iterator[tuple[int, Action]]:
     """Yields (device, action) for all actions, in an order in which they can run.
 
     The actions of a device keep their order, and no action comes before its dependencies. Assumes
@@ -426,7 +426,7 @@ class Schedule:
     durations = {**_UNIT_DURATIONS, **durations}
     clock: list[float] = [0] * self.num_devices
     times: dict[Action, tuple[float, float]] = {}
-    for device, action in self.Walk():
+    for device, action in self.InOrder():
       start = max([clock[device], *(times[needed][1] for needed in self.Dependencies(action))])
       clock[device] = start + durations[action.kind]
       times[action] = (start, clock[device])

@@ -119,32 +119,33 @@ class LayerBackward:
     self, call: stage_math.StageCall
   ) -> tuple[Any, nested_map.NestedMap, list[tf.Tensor]]:
     self._math.CountTrace(call.x, call.side)
-    args, skips = call.x.args, nested_map.NestedMap(call.x.skips)
     sums = nested_map.NestedMap(metrics={}, rows={}, layers={})
     inputs: list[Any] = []
     residuals: list[Any] = []
     outputs: list[Any] = []
     before: list[tf.Tensor] = []
-    for segment in self._segments:
-      skips_in = nested_map.NestedMap({name: skips[name] for name in segment.skips_in})
-      x = nested_map.NestedMap(args=args, skips=skips_in)
+
+    def Run(i: int, layer: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
+      del layer
+      segment, x = self._segments[i], nested_map.NestedMap(args=args, skips=skips)
       # Sums over the replicas must run in one order.
       with tf.control_dependencies(before if self._math.sums_over_replicas else []):
         y, new_sums, new_residuals = segment.functions.Forward(segment.math.OfSegment(call, x))
-      before = leaves.Tensors((y, new_sums))
+      before[:] = leaves.Tensors((y, new_sums))
       for name, values in new_sums.items():
         for key, value in values.items():
           # The loss may call a layer of the stage, which then reports sums twice.
           known = sums[name].get(key)
           new = value if known is None else tf.nest.map_structure(tf.add, known, value)
           sums[name][key] = new
-      has_backward = self._first is not None and len(inputs) >= self._first
+      has_backward = self._first is not None and i >= self._first
       inputs.append(x if has_backward else None)
       residuals.append(new_residuals if has_backward else None)
       outputs.append(y)
-      if y:
-        args = sequential.AsTuple(y.args)
-        skips.update(y.skips)
+      return (y.args, y.skips) if y else ((), {})  # The loss takes the outputs of the last layer.
+
+    _, skips = sequential.RunLayers(self._math.layers, Run, call.x.args, call.x.skips)
+    y = outputs[-1]
     if y:
       exported = nested_map.NestedMap({name: skips[name] for name in self._math.exports})
       y = nested_map.NestedMap(args=y.args, skips=exported)

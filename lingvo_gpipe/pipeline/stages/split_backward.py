@@ -4,9 +4,9 @@
 The parts are taken from one traced vector-Jacobian product (see `vjp`). As in `stage_functions`,
 weights are arguments, gradients are added to accumulators in place, and nothing is inlined.
 
-    F   x ──> y, sums, residuals             B   x, residuals, dy ──> dx
-    I   x, residuals or none, dy ──> dx, what W needs
-    W   x, residuals or none, dy, what W needs ──> adds weight gradients to accumulators
+    F   x ──> y, sums, residuals             B   x, residuals, dy ──> dx, sparse
+    I   x, residuals or none, dy ──> dx, for_weights
+    W   x, residuals or none, dy, for_weights ──> sparse; adds weight gradients to accumulators
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ first forward.
 
     F   x ──> y, sums            keeps only x, which the engine holds
     B   x, dy ──> dx, sparse     runs F again under a tape, adds weight gradients to accumulators
-    V   x ──> dx, sums, slices   F and B of the last stage in one: nothing to recompute
+    V   x ──> dx, sums, sparse   F and B of the last stage in one: nothing to recompute
 
 If the schedule splits the backward, I and W of `split_backward` recompute the stage.
 """

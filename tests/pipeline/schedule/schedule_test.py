@@ -313,7 +313,7 @@ def testDependencies():
 @pytest.mark.parametrize('name', _Examples())
 def testWalkYieldsEveryActionAfterItsDependencies(name):
   schedule = _Examples()[name]
-  walked = list(schedule.Walk())
+  walked = list(schedule.InOrder())
   done = set()
   for device, action in walked:
     assert all(needed in done for needed in schedule.Dependencies(action))
