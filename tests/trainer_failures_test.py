@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import pathlib
 import re
 import resource
 import shutil
@@ -188,10 +189,15 @@ def testAStepThatNeedsTooMuchMemoryIsReported(trainer, impatient, tmp_path):
 
 
 def testAWeightThatNeedsTooMuchMemoryIsReported(trainer, impatient, tmp_path):
-  done = trainer('Large', tmp_path, 4, run=impatient.Run)
+  pid = trainer('Large', tmp_path, 4, run=impatient.Start)
+  # The weight takes 4 GiB. The machine has them, or it would be refused at once.
+  num_pages = int(pathlib.Path(f'/proc/{pid}/statm').read_text().split()[0])
+  limit = num_pages * resource.getpagesize() + (2 << 30)
+  resource.prlimit(pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+  done = impatient.Wait()
   assert done.returncode == 1
   which, hint, _ = processes.Messages(done.stderr)[-3:]
-  assert naming.Names(which, 'weight', 'toy.large', '[33554432, 33554432]')
+  assert naming.Names(which, 'weight', 'toy.large', '[32768, 32768]')
   assert naming.Names(hint, 'memory', 'num_micro_batches')
 
 

@@ -60,7 +60,7 @@ class Words(task.BaseTask):
 class TooLarge(Wide):
   def __init__(self, params):
     super().__init__(params)
-    self.CreateVariable('large', weight_params.WeightParams([1 << 25, 1 << 25]))
+    self.CreateVariable('large', weight_params.WeightParams([1 << 15, 1 << 15]))
 
 
 class Data(synthetic.SyntheticRegressionInput):
