@@ -152,12 +152,11 @@ def Read(path: str) -> list[report.Measured]:
     ValueError: a file does not exist or holds something else.
   """
   try:
-    with open(path, encoding='utf-8') as f:
-      lines = [json.loads(line) for line in f]
+    lines = list(map(json.loads, program.ReadText(path, 'table_of').splitlines()))
     return [
       (configuration.Configuration(**line['configuration']), line['result']) for line in lines
     ]
-  except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+  except (ValueError, KeyError, TypeError, RecursionError) as e:
     raise ValueError(f'--table_of: expected a file that --output wrote: {path}: {e!r}') from e
 
 

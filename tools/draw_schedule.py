@@ -18,7 +18,6 @@ import os
 
 from absl import flags
 
-from lingvo_gpipe.core import text_file
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.profiling import schedule_svg, timeline_html
 from lingvo_gpipe.pipeline.schedule import schedule as schedule_lib
@@ -66,7 +65,7 @@ def LeastStages(name: str, num_devices: int) -> int:
 def Run() -> int:
   """Writes the picture; returns the exit status."""
   if FLAGS.timeline:
-    program.WriteOutput(timeline_html.LastPicture(text_file.Read(FLAGS.timeline, '--timeline')))
+    program.WriteOutput(timeline_html.LastPicture(program.ReadText(FLAGS.timeline, 'timeline')))
     return 0
   num_devices = FLAGS.num_devices
   try:
@@ -75,7 +74,7 @@ def Run() -> int:
   except ValueError:
     raise ValueError(f'--times: expected three numbers, got {",".join(FLAGS.times)}') from None
   if os.path.isfile(FLAGS.schedule):
-    text, name = text_file.Read(FLAGS.schedule, '--schedule'), os.path.basename(FLAGS.schedule)
+    text, name = program.ReadText(FLAGS.schedule, 'schedule'), os.path.basename(FLAGS.schedule)
     schedule = schedule_lib.Schedule.FromText(text, name=name)
   elif FLAGS.schedule in schedules.Names():
     per_device = FLAGS.stages_per_device or LeastStages(FLAGS.schedule, num_devices)

@@ -24,6 +24,7 @@ from lingvo_gpipe.cli import binary  # noqa: F401  First: it keeps TensorFlow qu
 # isort: split
 import dataclasses
 import json
+import os
 import pathlib
 import time
 from collections.abc import Iterable
@@ -104,10 +105,7 @@ def ReadResults(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     ValueError: the file cannot be read, or a complete line is not the result of a model.
   """
   results = {}
-  try:
-    text = path.read_text(encoding='utf-8') if path.exists() else ''
-  except (OSError, UnicodeDecodeError) as e:
-    raise ValueError(f'--output: {path} cannot be read: {e}') from e
+  text = program.ReadText(str(path), 'output') if os.path.exists(path) else ''
   for number, line in enumerate(text.splitlines(), 1):
     try:
       result = json.loads(line)

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from absl import flags
 
 from lingvo_gpipe.cli import command_line, interrupts
+from lingvo_gpipe.core import text_file
 
 FLAGS = flags.FLAGS
 
@@ -41,8 +42,7 @@ def Main(define_flags: Callable[[], None], run: Callable[[], int], description: 
 
   Args:
     define_flags: defines the flags of this program.
-    run: the program; its ValueError or OSError is a mistake of the user, reported in one line with
-      status 2.
+    run: the program; a ValueError is a mistake of the user, reported in one line with status 2.
     description: the docstring of the module, which --help prints.
   """
   other_flags = set(FLAGS)
@@ -53,8 +53,8 @@ def Main(define_flags: Callable[[], None], run: Callable[[], int], description: 
     status = run()
   except KeyboardInterrupt:
     interrupts.End()
-  except (flags.Error, OSError, ValueError) as e:
-    print(f'{e} (--help lists the flags)', file=sys.stderr)
+  except (flags.Error, ValueError) as e:
+    print(f'{command_line.Printable(e)} (--help lists the flags)', file=sys.stderr)
     status = 2
   sys.exit(status)
 
@@ -76,6 +76,14 @@ def Names(name: str, known: Collection[str]) -> list[str]:
     if value not in known:
       raise ValueError(f'--{name}: unknown {value!r}; expected some of {", ".join(known)}')
   return names
+
+
+def ReadText(path: str, flag: str) -> str:
+  """Returns the text of the local file that a flag names; ValueError if it cannot be read."""
+  try:
+    return text_file.Read(path, f'--{flag}')
+  except OSError as e:
+    raise ValueError(str(e)) from e
 
 
 def DefineOutput() -> None:

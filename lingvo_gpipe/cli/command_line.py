@@ -6,9 +6,10 @@ Imports no TensorFlow, so that programs without TensorFlow start fast.
 
 from __future__ import annotations
 
+import collections
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from absl import flags
 
@@ -17,6 +18,8 @@ from lingvo_gpipe.cli import subjects as subjects_lib
 from lingvo_gpipe.core import domain, text_file
 
 FLAGS = flags.FLAGS
+
+_MAX_FLAG_FILES = 100
 
 
 def Parse(
@@ -51,8 +54,7 @@ def Parse(
   try:
     arguments: list[str] = FLAGS([sys.argv[0], *_WithFlagFiles(sys.argv[1:])])[1:]
   except flags.Error as e:
-    text = ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in str(e))
-    print(f'{text} (--help lists the flags)', file=sys.stderr)
+    print(f'{Printable(e)} (--help lists the flags)', file=sys.stderr)
     sys.exit(2)
   except (OSError, ValueError) as e:  # A file of flags cannot be read.
     print(e, file=sys.stderr)
@@ -78,33 +80,41 @@ def Parse(
   return arguments
 
 
-def _WithFlagFiles(arguments: Iterable[str], parents: tuple[str, ...] = ()) -> Iterator[str]:
-  """Yields the arguments, with the lines of a file in place of each --flagfile=file.
+def Printable(error: Exception) -> str:
+  """Returns an error's message in one line: messages about flags may repeat any characters."""
+  return ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error))
 
-  Absl would read these files in any encoding, and with the byte order mark.
 
-  Args:
-    arguments: the arguments, of the command line or of a file.
-    parents: the files that name these arguments.
+def _WithFlagFiles(arguments: Sequence[str]) -> list[str]:
+  """Returns the arguments, with the lines of a file in place of each --flagfile=file.
+
+  Absl would read these files in any encoding, and with the byte order mark. As with absl, a file
+  may name others, and --flagfile= without a name is ignored.
 
   Raises:
     OSError: a file cannot be read.
-    ValueError: a file is not in UTF-8, or contains itself.
+    ValueError: a file is not in UTF-8, no file follows the flag, or a file contains itself.
   """
-  remaining = iter(arguments)
-  for argument in remaining:
+  expanded: list[str] = []
+  remaining = collections.deque(arguments)
+  num_files = 0
+  while remaining:
+    argument = remaining.popleft()
     name, equals, path = argument.partition('=')
     if argument == '--':  # No flags follow.
-      yield from (argument, *remaining)
-    elif name not in ('--flagfile', '-flagfile'):
-      yield argument
-    else:
-      path = os.path.expanduser(path.strip() if equals else next(remaining, ''))
-      if path in parents:
-        raise ValueError(f'--flagfile: {path!r} contains itself')
-      lines = map(str.strip, text_file.Read(path, '--flagfile').split('\n'))
-      flag_lines = (x for x in lines if x and not x.startswith(('#', '//')))
-      yield from _WithFlagFiles(flag_lines, (*parents, path))
+      return [*expanded, argument, *remaining]
+    if name not in ('--flagfile', '-flagfile'):
+      expanded.append(argument)
+      continue
+    if not equals and not remaining:
+      raise ValueError('--flagfile: expected the path of a file')
+    path = os.path.expanduser(path.strip() if equals else remaining.popleft())
+    num_files += 1
+    if num_files > _MAX_FLAG_FILES:
+      raise ValueError(f'--flagfile: {path!r} is read again and again: does it contain itself?')
+    lines = map(str.strip, text_file.Read(path, '--flagfile').split('\n') if path else ())
+    remaining.extendleft(reversed([x for x in lines if x and not x.startswith(('#', '//'))]))
+  return expanded
 
 
 def _Texts() -> Iterator[tuple[str, str]]:

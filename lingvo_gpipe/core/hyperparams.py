@@ -469,10 +469,11 @@ class InstantiableParams(Params):
 
 
 def _NumArguments(cls: Any) -> tuple[int, float]:
-  """Returns the least and the greatest number of positional arguments that FProp takes, if any."""
-  if not hasattr(cls, 'FProp'):
+  """Returns the least and the greatest number of positional arguments of FProp, if it has one."""
+  try:
+    parameters = inspect.signature(cls.FProp).parameters.values()
+  except (AttributeError, TypeError, ValueError):  # There is none, or its arguments are unknown.
     return 0, math.inf
-  parameters = inspect.signature(cls.FProp).parameters.values()
   positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
   takes_any = any(x.kind == x.VAR_POSITIONAL for x in parameters)
   required = sum(x.default is x.empty for x in positional)

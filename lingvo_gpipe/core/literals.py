@@ -46,6 +46,8 @@ _NAMED = re.compile(r'type/([^/()]+)/([^/()]+)')
 _BOOLS = {'true': True, 'false': False}
 _NAMES = {'inf': math.inf, 'nan': math.nan, 'NoneType': None}
 _MAX_QUOTED = 80
+# Python writes no integer of more than 4,300 digits.
+MAX_BITS = 14_000
 _DIGEST_LENGTH = 16
 # Packages whose objects are determined by what `pickle` keeps of them. With other packages this may
 # include the time, or be a whole model.
@@ -312,9 +314,10 @@ def _CheckAllowed(module_name: str, qualname: str) -> None:
   """Raises ValueError if text may not name this class or function."""
   path = f'{module_name}.{qualname}'
   if path.partition('.')[0] not in _packages and not _ACTIVATION.fullmatch(path):
+    packages = ', '.join(sorted(_packages))
     raise ValueError(
-      f'text cannot name {path}, only classes and functions of {", ".join(sorted(_packages))} and '
-      'activations of TensorFlow and Keras'
+      f'text cannot name {Shorten(path)}, only classes and functions of {packages} and activations '
+      'of TensorFlow and Keras'
     )
 
 
@@ -325,24 +328,26 @@ def _Resolve(module_name: str, qualname: str) -> Any:
   _CheckAllowed(module_name, qualname)
   module = sys.modules.get(module_name)
   if module is None:
-    raise ValueError(f'module {module_name} is not imported; import it before reading the text')
+    raise ValueError(
+      f'module {Shorten(module_name)} is not imported; import it before reading the text'
+    )
   value: Any = module
   for name in qualname.split('.'):
     if '<' in name:
       raise ValueError(
-        f'type/{module_name}/{qualname} is local or a lambda; give it a name in a module'
+        f'{Shorten(qualname)} of module {module_name} is local or a lambda; give it a name in a '
+        'module'
       )
     # Look only at defined names: getattr on a lazy module may import, and on an object run code.
     names = vars(value) if value is module else dir(value) if isinstance(value, type) else ()
     if name not in names:
       closest = difflib.get_close_matches(name, names, n=1)
       hint = f'; did you mean {closest[0]}?' if closest else ''
-      raise ValueError(f'module {module_name} has no {qualname}{hint}')
+      raise ValueError(f'module {module_name} has no {Shorten(qualname)}{hint}')
     value = vars(value)[name] if value is module else getattr(value, name)
   if not (IsNamed(value) or callable(value)):
     raise ValueError(f'{qualname} of module {module_name} is not a class or a function')
   # The module may have imported it, and a method that is implemented in C has no module.
-  # Methods that are implemented in C have no module.
   _CheckAllowed(str(getattr(value, '__module__', None)), getattr(value, '__qualname__', qualname))
   return value
 
@@ -395,6 +400,8 @@ def _ReadNode(node: ast.AST) -> Any:
   """Returns the value of a syntax node, if it is a literal in the sense of this module."""
   match node:
     case ast.Constant(value=value) if not isinstance(value, (complex, types.EllipsisType)):
+      if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ValueError('a number is too large')
       return value
     case ast.Name(id=name) if name in _NAMES or name.lower() in _BOOLS:
       return _NAMES[name] if name in _NAMES else _BOOLS[name.lower()]

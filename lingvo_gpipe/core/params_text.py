@@ -24,8 +24,8 @@ _SKIPPED = re.compile(r'(?:[\s;]|#[^\n]*)*')
 _BLANKS = re.compile(r'[ \t]*')
 _BARE_VALUE = re.compile(r'[^;\n]*')
 _PLAIN = (list, tuple, dict, bytes)
-# The number of values with open quotes or brackets, each of which costs a scan of the whole text.
-_MAX_OPEN = 100
+# The number of characters to scan in vain for the ends of open quotes and brackets.
+_MAX_SCANNED = 1 << 23
 
 
 # --- Values ---------------------------------------------------------------------------------------
@@ -40,7 +40,10 @@ def _ParseBool(text: str, like: Any) -> bool:
 
 def _ParseInt(text: str, like: Any) -> int:
   if not _INT.fullmatch(text):
-    return int(text, 0)  # 0x10, or ValueError.
+    value = int(text, 0)  # 0x10, or ValueError.
+    if value.bit_length() > literals.MAX_BITS:
+      raise ValueError('it is too large')
+    return value
   number = decimal.Decimal(text)  # Exact, unlike a float from 1e23 on.
   if number.adjusted() > 4000 or number != number.to_integral_value():
     raise ValueError()
@@ -247,10 +250,10 @@ def ParseOverrides(text: str) -> list[tuple[str, str]]:
   keys and values is ignored.
 
   Raises:
-    ValueError: a pair has no `:` or no key, or too many values have open quotes or brackets.
+    ValueError: a pair has no `:` or no key, or very many values have open quotes or brackets.
   """
   pairs: list[tuple[str, str]] = []
-  position = num_open = 0
+  position = num_scanned = 0
   while True:
     position += len(_Match(_SKIPPED, text, position))
     if position == len(text):
@@ -265,11 +268,11 @@ def ParseOverrides(text: str) -> list[tuple[str, str]]:
     stop = None
     if literals.LITERAL_START.match(text, position):
       stop = _ScanLiteral(text, position, ';\n')
-      num_open += stop is None
-      if num_open > _MAX_OPEN:  # Each was scanned up to the end of the text.
+      if stop is None:  # It was scanned up to the end of the text.
+        num_scanned += len(text) - position
+      if num_scanned > _MAX_SCANNED:
         raise ValueError(
-          f'{literals.Shorten(key)} is one of more than {_MAX_OPEN} values with open quotes or '
-          'brackets; close them'
+          f'{literals.Shorten(key)} is one of many values with open quotes or brackets: close them'
         )
     value = text[position:stop] if stop else _Match(_BARE_VALUE, text, position)
     # A key may span lines inside quotes, but messages that name it must be one line.

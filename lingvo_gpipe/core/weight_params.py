@@ -51,6 +51,8 @@ class WeightInit:
       raise ValueError(
         f'unknown initialisation method {self.method!r}; known: {", ".join(sorted(_METHODS))}'
       )
+    if self.method == 'custom' and not callable(self.custom):
+      raise ValueError(f'custom of WeightInit must be a function, got {self.custom!r}')
     if not self.scale >= 0 and self.method != 'constant':
       raise ValueError(f'the scale of {self.method} must not be negative, got {self.scale}')
 

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from lingvo_gpipe.core import text_table, weight_params
+
+_CONTAINER_LIMIT = pathlib.Path('/sys/fs/cgroup/memory.max')
 
 
 def CheckBatch(name: str, spec: Any, devices: Sequence[str]) -> None:
@@ -57,6 +61,8 @@ def _AreLocal(devices: Sequence[str]) -> bool:
 
 def _Check(content: str, num_bytes: int, advice: str) -> None:
   memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  with contextlib.suppress(OSError, ValueError):  # A container without a limit has "max".
+    memory = min(memory, int(_CONTAINER_LIMIT.read_text()))
   if num_bytes > memory:
     raise ValueError(
       f'{content} take {text_table.FormatBytes(num_bytes)}, more than the memory of '

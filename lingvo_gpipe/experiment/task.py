@@ -116,7 +116,12 @@ def TrainParams() -> hyperparams.Params:
     {},
     'Checkpoints that initialise the weights of a new run: '
     '{logdir: ([(regex of weight names, name in the checkpoint)], [regex of names to ignore])}.',
-    domain.DictOf(domain.STR, domain.ListOf(domain.ANY, 2)),
+    domain.DictOf(
+      domain.STR,
+      domain.PairOf(
+        domain.ListOf(domain.PairOf(domain.REGEX, domain.STR)), domain.ListOf(domain.REGEX)
+      ),
+    ),
   )
   p.Define(
     'learner',

@@ -31,8 +31,11 @@ def Files(pattern: str | Sequence[str], context: str) -> list[str]:
   if not pattern:
     raise ValueError(f'{context} is not set: set it to a glob of text files')
   patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-  matches = {path for glob in patterns for path in tf.io.gfile.glob(glob)}
-  paths = sorted(path for path in matches if not tf.io.gfile.isdir(path))
+  matches: set[str] = set()
+  for glob in patterns:
+    with files.Reading(glob, context):
+      matches.update(path for path in tf.io.gfile.glob(glob) if not tf.io.gfile.isdir(path))
+  paths = sorted(matches)
   for path in filter(files.IsLocal, paths):
     if not os.path.exists(path):
       with files.Reading(path, context):

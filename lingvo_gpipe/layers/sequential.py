@@ -176,7 +176,10 @@ class SequentialLayer(base_layer.BaseLayer):
       'sub', [], 'Params of the layers.', domain.ListOf(domain.ParamsOf(base_layer.BaseLayer))
     )
     p.Define(
-      'repeat', 1, 'Number of repetitions of the layers, each with its own weights.', domain.SIZE
+      'repeat',
+      1,
+      'Number of repetitions of the layers, each with its own weights.',
+      domain.Int(1, 4096),
     )
     return p
 

@@ -46,6 +46,17 @@ _CONTAINERS = {
 }
 
 
+# Arguments whose values the default does not tell.
+_DOMAINS = {
+  'exclude_layers': domain.STRINGS | domain.NONE,
+  'initial_accumulator_value': domain.NOT_NEGATIVE,
+  'l1_regularization_strength': domain.NOT_NEGATIVE,
+  'l2_regularization_strength': domain.NOT_NEGATIVE,
+  'l2_shrinkage_regularization_strength': domain.NOT_NEGATIVE,
+  'learning_rate_power': domain.Number(high=0),
+  'ns_steps': domain.Int(1, 100),
+  'warmup_steps': domain.STEPS,
+}
 # Shares of the old value in averages over the steps.
 _DECAYS = ('beta_1', 'beta_2', 'adam_beta_1', 'adam_beta_2', 'momentum', 'rho')
 
@@ -59,6 +70,8 @@ class _Params(hyperparams.InstantiableParams):
 
 def _Domain(argument: str, default: Any) -> domain.Domain | None:
   """Returns the domain of an argument of a Keras optimizer."""
+  if argument in _DOMAINS:
+    return _DOMAINS[argument]
   if argument.endswith('weight_decay'):
     return domain.NOT_NEGATIVE | domain.NONE
   if argument in _DECAYS:

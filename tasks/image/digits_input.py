@@ -40,7 +40,7 @@ class DigitsInput(image_input.ImageInput):
       'Meaning of labels: digit, 0 ... 9, or parity, 1 for odd digits.',
       domain.OneOf(*_TARGETS),
     )
-    p.Define('max_shift', 1, 'With augment: largest shift in pixels.', domain.COUNT)
+    p.Define('max_shift', 1, 'With augment: largest shift in pixels.', domain.Int(0, 4096))
     p.Define(
       'max_degrees', 15.0, 'With augment: largest rotation in degrees.', domain.Number(0, below=360)
     )

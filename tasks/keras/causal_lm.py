@@ -49,9 +49,10 @@ class KerasCausalLm(model.LanguageModel):
         self.keras_model = keras_preset.Model(keras_class, p.preset, preprocessor=None)
       else:
         backbone = {'vocabulary_size': p.vocab_size, **p.backbone}
+        domain.Int(1, 4096).Check(f'{self.path}.backbone.num_layers', backbone.get('num_layers', 1))
         try:
           self.keras_model = keras_preset.New(keras_class, backbone, preprocessor=None)
-        except (TypeError, ValueError) as e:
+        except (ArithmeticError, TypeError, ValueError) as e:
           raise ValueError(f'{self.path}.backbone: {e}') from e
       if p.lora_rank:
         keras_preset.EnableLora(self.keras_model, p.lora_rank)

@@ -93,6 +93,9 @@ _MISTAKES = {
   'file of flags that contains itself': (
     'trainer', ['--flagfile={}/cycle'], ('--flagfile', "'{}/cycle'"),
   ),
+  'file of flags without a name': (
+    'trainer', ['--mode=list', '--flagfile'], ('--flagfile', 'path'),
+  ),
   'file of flags that is missing': (
     'trainer', ['--flagfile', '/no/such/file'], ('--flagfile', "'/no/such/file'"),
   ),
@@ -226,7 +229,7 @@ def testAMistakeIsReportedInOneLine(mistaken, what):
 def testFilesOfFlagsMayNameOthersAndHaveAByteOrderMark(forks, tmp_path):
   (tmp_path / 'outer').write_text(f'\ufeff# Comment.\n\n --flagfile={tmp_path}/inner\n')
   (tmp_path / 'inner').write_text('// Comment.\n--mode=list\n--num_devices\n')
-  done = forks.Run('trainer', '--flagfile', f'{tmp_path}/outer', '2')
+  done = forks.Run('trainer', '--flagfile=', '--flagfile', f'{tmp_path}/outer', '2')
   assert processes.Succeeded(done).stdout.splitlines() == registry.ListKeys()
 
 

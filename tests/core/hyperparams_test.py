@@ -341,16 +341,20 @@ class _TakesAny(_Narrow):
     return args
 
 
+class _NoFunction(_Narrow):
+  FProp = None
+
+
 def testAClassInTextMustTakeTheSameNumberOfArguments():
   fits = {
     (former.__name__, new.__name__)
     for former, new in itertools.permutations(
-      [_Narrow, _TakesOne, _TakesTwo, _TakesOneOrTwo, _TakesAny], 2
+      [_Narrow, _TakesOne, _TakesTwo, _TakesOneOrTwo, _TakesAny, _NoFunction], 2
     )
     if not _Refusal(former.Params(), f'cls:type/{__name__}/{new.__name__}')
   }
   assert ('_TakesOne', '_TakesTwo') not in fits and ('_TakesTwo', '_TakesOne') not in fits
-  assert len(fits) == 5 * 4 - 2
+  assert len(fits) == 6 * 5 - 2
   message = _Refusal(_TakesOne.Params(), f'cls:type/{__name__}/_TakesTwo')
   assert naming.Names(message, 'cls', '_TakesTwo', 'FProp(self, theta, x, y)', '_TakesOne')
 

@@ -30,13 +30,25 @@ def set_memory(monkeypatch):
 
 def testWeightsOnCpusMustFit(set_memory):
   set_memory(64 + 8)
-  host_memory.CheckWeights(_SPECS, ['', _CPU])
+  host_memory.CheckWeights(_SPECS, [_CPU, _CPU])
   set_memory(64 + 8 - 1)
   host_memory.CheckWeights({}, [_CPU])
   for devices in ([_CPU, _GPU], [_GPU], [_CPU, _WORKER]):  # They have other memory.
     host_memory.CheckWeights(_SPECS, devices)
   with pytest.raises(ValueError, match=naming.Naming('net.w', '72B', '71B', 'memory')):
     host_memory.CheckWeights(_SPECS, [_CPU, _CPU])
+
+
+def testTheLimitOfAContainerCounts(set_memory, monkeypatch, tmp_path):
+  set_memory(1000)
+  limit = tmp_path / 'memory.max'
+  monkeypatch.setattr(host_memory, '_CONTAINER_LIMIT', limit)
+  for text in ('max\n', '72\n'):
+    limit.write_text(text)
+    host_memory.CheckWeights(_SPECS, [_CPU])
+  limit.write_text('71\n')
+  with pytest.raises(ValueError, match=naming.Naming('71B')):
+    host_memory.CheckWeights(_SPECS, [_CPU])
 
 
 def testBatchesMustFit(set_memory):

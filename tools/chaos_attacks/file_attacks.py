@@ -106,7 +106,7 @@ def _Compare(kind: Kind, intact: pathlib.Path, folder: pathlib.Path) -> None:
   except (ValueError, OSError) as e:
     text = str(e)
     # Sizes that exceed the memory are refused by the name of the weight.
-    if '\n' in text or (str(folder) not in text and 'memory' not in text):
+    if '\n' in text or (str(folder) not in text and 'more than the memory' not in text):
       raise children.FindingError(f'not one line that names a file: {e!r}') from e
     if kind.expected and is_right:
       raise children.FindingError(f'{e!r} in place of {expected!r:.500}') from e

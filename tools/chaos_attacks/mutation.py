@@ -18,7 +18,7 @@ _PARTS = [
   'type/os/system', 'type/builtins/eval("1")', 'tf.string', 'range(', 'set(range(10**9))',
   'lambda: 0', '__import__("os")', '\x00', '\u2028', '\ud7ff', '漢', '(((', '*[1]', '{[]}', '..',
   ' ', '0F0', '1B1', '9B9', 'worker', 'localhost:0', 'null', '1' * 30, '[[[[', '"x": 1,', '\t',
-  '\r',
+  '\r', '0x' + 'f' * 5000,
 ]  # fmt: skip
 _BYTES = [b'', b'\0', b'\xff', b'\xfe\xff', b'\n', b'\x00' * 50, b'\xff' * 9, b'\xc3\x28']
 

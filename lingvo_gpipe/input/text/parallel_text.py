@@ -81,7 +81,7 @@ class ParallelText(bucketed_input.BucketedInput):
       'num_fake_examples',
       0,
       'Above 0: number of pairs of random tokens that replace the text, for measuring time.',
-      domain.EXAMPLES,
+      domain.Int(0, 1 << 24),
     )
     return p
 

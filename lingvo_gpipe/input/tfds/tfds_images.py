@@ -58,7 +58,7 @@ class TfdsImageInput(image_input.ImageInput):
       'max_shift',
       4,
       'With augment and in_memory: maximum shift of images, in pixels.',
-      domain.COUNT,
+      domain.Int(0, 4096),
     )
     p.Define('flip', True, 'With augment: whether to mirror images left to right at random.')
     p.Define(
