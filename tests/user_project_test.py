@@ -2,6 +2,7 @@
 """A user's project outside the checkout, run with the installed programs."""
 
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -48,18 +49,20 @@ def testTheExperimentsOfTheCheckoutAreNotAvailable(project, forks):
 
 
 @pytest.mark.parametrize(
-  'key, last_line',
+  'key, cause',
   [
     ('Broken', 'ValueError: out of my own file'),
     # The library reports a mistake in this file: the message needs its line.
     ('Misspelt', r'AttributeError: .*\bnmae\b.*\bname\b'),
   ],
 )
-def testAnExceptionInAnExperimentShowsItsStackTrace(project, forks, key, last_line):
+def testAnExceptionInAnExperimentNamesItsLineAndAFileWithTheStackTrace(project, forks, key, cause):
   done = forks.Run('trainer', f'--model=mine.{key}', '--logdir=other', cwd=project)
   assert done.returncode == 1
-  assert 'Traceback' in done.stderr and f'{project}/params/mine.py", line ' in done.stderr
-  assert re.search(last_line, done.stderr.splitlines()[-1])
+  error, line, trace = processes.Messages(done.stderr)[-3:]
+  assert re.match(cause, error)
+  assert line.startswith(f'File "{project}/params/mine.py", line ')
+  assert 'Traceback' in pathlib.Path(trace.removeprefix('stack trace: ')).read_text()
   assert not (project / 'other').exists()
 
 

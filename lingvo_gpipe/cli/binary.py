@@ -223,8 +223,8 @@ def _PrintError(error: Exception) -> int:
   kinds = (ValueError, LookupError, AttributeError, TypeError, OSError)
   is_mistake = isinstance(error, kinds) and _IsUsersMistake(error)
   if FLAGS.stack_trace or not (is_mistake or isinstance(error, UsageError)):
-    logdir = FLAGS.logdir if 'logdir' in FLAGS and not FLAGS.stack_trace else None
-    error_report.Print(error, os.path.expanduser(logdir or ''))
+    logdir = os.path.expanduser((FLAGS.logdir if 'logdir' in FLAGS else None) or '')
+    error_report.Print(error, None if FLAGS.stack_trace else logdir)
     return 1
   notes = ''.join(f' ({note})' for note in getattr(error, '__notes__', []))
   text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)

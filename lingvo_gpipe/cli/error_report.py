@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 import traceback
 
 import tensorflow as tf
@@ -20,18 +21,16 @@ _PLACE = ('in ', 'while ')
 _CODE = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
-def Print(error: Exception, logdir: str) -> None:
+def Print(error: Exception, logdir: str | None) -> None:
   """Prints the cause of an error to stderr, after the stack trace if no file can hold it.
 
   Args:
     error: the error.
-    logdir: directory for the file; '' to print the stack trace.
+    logdir: directory for the file; a temporary one if it does not exist. None: print the trace.
   """
-  path = _WriteTrace(error, logdir)
+  path = '' if logdir is None else _WriteTrace(error, logdir)
   if not path:
     traceback.print_exception(error)
-    if not isinstance(error, tf.errors.OpError):
-      return  # The last lines are the cause.
   print('\n' + Cause(error), file=sys.stderr)
   if path:
     print(f'stack trace: {path}', file=sys.stderr)
@@ -66,12 +65,13 @@ def _OwnCode(error: Exception) -> list[str]:
 
 
 def _WriteTrace(error: Exception, logdir: str) -> str:
-  """Writes the stack trace to a file in an existing directory; returns its path, or ''."""
-  program = os.path.basename(sys.argv[0]).removesuffix('.py')
-  path = os.path.join(logdir, f'error-{program}.txt')
+  """Writes the stack trace to a file; returns its path, or '' if that fails."""
+  name = f'error-{os.path.basename(sys.argv[0]).removesuffix(".py")}'
   try:
-    if not logdir or not tf.io.gfile.isdir(logdir):
-      return ''
+    if logdir and tf.io.gfile.isdir(logdir):
+      path = os.path.join(logdir, f'{name}.txt')
+    else:
+      path = os.path.join(tempfile.mkdtemp(), f'{name}.txt')
     files.WriteWhole(path, ''.join(traceback.format_exception(error)))
   except files.FILE_ERRORS:
     return ''
