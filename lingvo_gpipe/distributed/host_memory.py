@@ -59,10 +59,16 @@ def _AreLocal(devices: Sequence[str]) -> bool:
   return all(_Parse(d).job in (None, 'localhost') for d in devices)
 
 
-def _Check(content: str, num_bytes: int, advice: str) -> None:
+def Bytes() -> int:
+  """Returns the bytes of memory that processes of this machine, or of this container, can have."""
   memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
   with contextlib.suppress(OSError, ValueError):  # A container without a limit has "max".
     memory = min(memory, int(_CONTAINER_LIMIT.read_text()))
+  return memory
+
+
+def _Check(content: str, num_bytes: int, advice: str) -> None:
+  memory = Bytes()
   if num_bytes > memory:
     raise ValueError(
       f'{content} take {text_table.FormatBytes(num_bytes)}, more than the memory of '

@@ -14,6 +14,7 @@ import tensorflow as tf
 from absl import logging
 
 from lingvo_gpipe.core import domain, files, heartbeat, hyperparams
+from lingvo_gpipe.distributed import host_memory
 
 # Policies for a record with a wrong checksum.
 POLICIES = ('stop', 'skip')
@@ -269,7 +270,12 @@ def _RecordEnd(f: Any, offset: int, size: int) -> tuple[int, str]:
   end = offset + _OVERHEAD + length
   if end > size:
     return size, f'truncated record: {end - offset:,} bytes expected, {size - offset:,} are left'
+  if length > _Memory():  # In a sparse file any length fits.
+    return size, f'record of {length:,} bytes, more than the memory'
   return end, ''
+
+
+_Memory = functools.cache(host_memory.Bytes)
 
 
 @functools.lru_cache(1 << 16)  # Lengths repeat, and checksums take long in Python.

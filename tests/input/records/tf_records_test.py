@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the intact records of a damaged file, or stops at the first damaged record."""
 
+import os
 import random
 import sys
 
@@ -91,6 +92,17 @@ def testALengthBeyondTheFileIsDamage(tmp_path, length, number, first_byte):
     tf_records.RecordLocations(path)
   ranges, num_damaged = tf_records.IntactRanges(path)
   assert sum(count for _, count in ranges) == len(intact) and num_damaged == 1
+
+
+def testALengthBeyondTheMemoryIsDamage(tmp_path):
+  """In a sparse file it fits, and TensorFlow would allocate it."""
+  path = _File(tmp_path)
+  tf_record_files.SetLength(path, 0, 2**40)
+  os.truncate(path, 2**40 + 16)
+  assert not tf_records.LengthsFit(path) and not tf_records.IsIntact(path)
+  assert _Numbers(path, 'skip') == []
+  with pytest.raises(ValueError, match=naming.Naming(path, 'record 1', 'memory')):
+    _Numbers(path, 'stop')
 
 
 @pytest.mark.parametrize('num_intact', [0, 2])
