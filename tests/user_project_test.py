@@ -6,7 +6,6 @@ import pathlib
 import re
 import signal
 import sys
-import time
 
 import pytest
 
@@ -123,9 +122,9 @@ def testCheckNumericsNamesTheLayer(project, forks, tmp_path):
 def testASecondSignalEndsTheTrainerAtOnceInAnyStep(project, forks):
   pid = forks.Start('trainer', '--model=mine.Slow', '--logdir=slow', cwd=project)
   forks.Await('waiting\n')
-  for number in (signal.SIGTERM, signal.SIGINT):
-    time.sleep(0.2)
-    os.kill(pid, number)  # It has not ended before.
+  os.kill(pid, signal.SIGTERM)
+  forks.Await('SIGTERM: finishing')
+  os.kill(pid, signal.SIGINT)
   done = forks.Wait()
   assert done.returncode == 128 + signal.SIGINT, done.stderr
   assert processes.Steps(project / 'slow') == []
