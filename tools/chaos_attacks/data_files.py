@@ -22,6 +22,7 @@ from lingvo_gpipe.input.text import (
   text_bytes,
   text_files,
 )
+from lingvo_gpipe.input.tfds import tfds_text
 from tools.chaos_attacks import file_attacks, mutation
 
 # Lengths of records that exceed their file.
@@ -277,6 +278,33 @@ def _TrainVocabulary(draw: random.Random, folder: pathlib.Path) -> file_attacks.
   return file_attacks.Command('tools.train_sentencepiece', [x.format(folder) for x in files] + args)
 
 
+def _MakeDataset(folder: pathlib.Path) -> None:
+  """Prepares a data set of TFDS, whose class later processes do not know."""
+  import tensorflow_datasets as tfds
+
+  class ChaosTexts(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version('1.0.0')
+
+    def _info(self) -> Any:
+      features = tfds.features.FeaturesDict({'text': tfds.features.Text()})
+      return self.dataset_info_from_configs(features=features)
+
+    def _split_generators(self, dl_manager: Any) -> Any:
+      return {'train': self._generate_examples()}
+
+    def _generate_examples(self) -> Any:
+      yield from ((i, {'text': text}) for i, text in enumerate(_LINES))
+
+  ChaosTexts(data_dir=str(folder)).download_and_prepare()
+
+
+def _ReadDataset(folder: pathlib.Path, policy: str) -> list[str]:
+  p = tfds_text.TfdsTextInput.Params().Set(name='Train', batch_size=2, seq_len=16, num_epochs=1)
+  p.Set(dataset='chaos_texts', data_dir=str(folder), damaged_records=policy)
+  p.vocab_filepath = str(folder / 'unused')
+  return list(p.Instantiate().VocabularyTexts())
+
+
 def _MakeCache(folder: pathlib.Path) -> None:
   """Tokenises into a cache; the key of the cache does not depend on the folder."""
   _MakeTextsAndVocabulary(folder)
@@ -317,6 +345,12 @@ KINDS = {
       functools.partial(_ReadRecordPairs, policy=policy),
       expected=functools.partial(_ExpectedRecordPairs, policy=policy),
       damage=functools.partial(_DamageOnly, '*.tfrecord'),
+    )
+    for policy in tf_records.POLICIES
+  },
+  **{
+    f'dataset_{policy}': file_attacks.Kind(
+      _MakeDataset, functools.partial(_ReadDataset, policy=policy)
     )
     for policy in tf_records.POLICIES
   },

@@ -6,6 +6,7 @@ This module never downloads anything: `PrepareCommand` prepares a data set once.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import json
@@ -16,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from lingvo_gpipe.core import files
 from lingvo_gpipe.input.records import tf_records
 
 # Identifies the order of `Examples` in the key of a cache; older caches have another order.
@@ -72,16 +74,19 @@ def LoadPrepared(
     offline: end of a message: alternatives that work without a network.
 
   Raises:
-    ValueError: TFDS has no such data set, or it is not prepared; the message says how to fix it.
+    ValueError: TFDS has no such data set, or it is damaged or not prepared; the message says how to
+      fix it.
   """
   try:
-    builder = tfds.builder(dataset, data_dir=data_dir or None)
+    with _Reading(data_dir or dataset, context):
+      builder = tfds.builder(dataset, data_dir=data_dir or None)
+      if builder.is_prepared() and builder.info.features and builder.info.splits:
+        return builder
   except tfds.core.DatasetNotFoundError as e:
     close = difflib.get_close_matches(dataset, tfds.list_builders(), n=3)
     hint = f'; did you mean {" or ".join(close)}?' if close else ''
-    raise ValueError(f'{context}: TFDS has no {dataset!r}{hint}') from e
-  if builder.is_prepared():
-    return builder
+    folder = f', and {data_dir!r} holds none of that name' if data_dir else ''
+    raise ValueError(f'{context}: TFDS has no {dataset!r}{folder}{hint}') from e
   manual = ''
   if builder.MANUAL_DOWNLOAD_INSTRUCTIONS:
     manual = ', and possibly files to download by hand: it says which'
@@ -136,6 +141,19 @@ def Examples(
   Raises:
     ValueError: a record is damaged, or 'skip' was set for files of another format than TFRecord.
   """
+  with _Reading(str(builder.data_path), context):
+    yield from _Examples(builder, split, names, context, damaged, decoders)
+
+
+def _Examples(
+  builder: tfds.core.DatasetBuilder,
+  split: str,
+  names: Sequence[str],
+  context: str,
+  damaged: str,
+  decoders: Any,
+) -> Iterator[tuple[Any, ...]]:
+  """Does what `Examples` says; damaged files raise errors of many kinds."""
   if not IsTfRecord(builder):
     _CheckSkips(builder, context, damaged)
     source = builder.as_data_source(split=split, decoders=decoders)
@@ -191,6 +209,22 @@ def NumDamaged(builder: tfds.core.DatasetBuilder, split: str, context: str) -> i
   return int(builder.info.splits[split].num_examples) - num_intact
 
 
+@contextlib.contextmanager
+def _Reading(path: str, context: str) -> Iterator[None]:
+  """Turns every error by which TFDS and its libraries reject files into one line."""
+  try:
+    yield
+  except (MemoryError, ImportError, tfds.core.DatasetNotFoundError):
+    raise
+  except Exception as e:
+    if isinstance(e, ValueError | OSError) and path in str(e) and '\n' not in str(e):
+      raise
+    kind = '' if type(e) is ValueError else f'{type(e).__name__}: '
+    raise ValueError(
+      f'{context}: the data set in {path!r} cannot be read: {kind}{files.OneLine(e)}: restore it'
+    ) from e
+
+
 def IsTfRecord(builder: tfds.core.DatasetBuilder) -> bool:
   """Whether the files of a prepared data set are TFRecords."""
   return bool(builder.info.file_format == tfds.core.FileFormat.TFRECORD)
@@ -242,7 +276,7 @@ def _IntactRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[by
 
 def _RaiseDamage(builder: tfds.core.DatasetBuilder, split: str, context: str) -> None:
   """Raises an error that names the damaged file and record, unlike the error of tf.data."""
-  files = _Files(builder, split)
-  tf_records.RaiseDamage(files, context)
-  for path, expected in files.items():
+  num_expected = _Files(builder, split)
+  tf_records.RaiseDamage(num_expected, context)
+  for path, expected in num_expected.items():
     tf_records.CheckCount(path, len(tf_records.RecordOffsets(path)) - 1, expected)

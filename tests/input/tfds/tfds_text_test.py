@@ -3,6 +3,7 @@
 
 import inspect
 import os
+import pathlib
 import shutil
 import sys
 import textwrap
@@ -87,6 +88,18 @@ def testAllTextsOfASplitComeOnce(data_dirs, vocab, file_format, monkeypatch):
     labels = [b.labels[b.weights == 1] for b in generator.Dataset().as_numpy_iterator()]
     decoded = ' '.join(generator.tokenizer.Decode(row) for row in labels)
     assert sorted(decoded.split()) == sorted(' '.join(texts).split())
+
+
+@pytest.mark.parametrize('name', ['dataset_info.json', 'features.json'])
+@pytest.mark.parametrize('content', [b'', b'[1]', b'\xff', b'{"splits": 5}'])
+def testDamagedDescriptionsAreRefused(data_dirs, vocab, tmp_path, name, content):
+  folder = str(tmp_path / 'data')
+  shutil.copytree(data_dirs['tfrecord'], folder)
+  (path,) = pathlib.Path(folder).rglob(name)
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=naming.Naming('dataset', folder)) as e:
+    list(_Input(folder, vocab).VocabularyTexts())
+  assert '\n' not in str(e.value)
 
 
 def testCacheAndFingerprintDependOnTheData(data_dirs, vocab, tmp_path):
