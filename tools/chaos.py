@@ -57,6 +57,7 @@ _RUN_ATTACKS: dict[str, run_attacks.Attack] = {
 _KINDS = {**data_files.KINDS, **program_files.KINDS, **preset_files.KINDS}
 _ATTACKS: dict[str, run_attacks.Attack] = {
   'overrides': text_attacks.Overrides,
+  'training': text_attacks.Training,
   'params_file': text_attacks.ParamsFile,
   'cluster_file': text_attacks.ClusterFile,
   'schedule': text_attacks.Schedule,

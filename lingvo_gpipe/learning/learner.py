@@ -357,8 +357,11 @@ class Learner:
 
 
 def _SumOfSquares(part: _Part) -> tf.Tensor:
-  values = [tf.cast(a, _NormDtype(a)) for a in part.accumulators]
-  return tf.add_n([tf.reduce_sum(tf.square(x)) for x in values])
+  dtypes = [_NormDtype(a) for a in part.accumulators]
+  values = map(tf.cast, part.accumulators, dtypes)
+  # One weight of float64 among others makes the sum float64.
+  dtype = tf.float64 if tf.float64 in dtypes else tf.float32
+  return tf.add_n([tf.cast(tf.reduce_sum(tf.square(x)), dtype) for x in values])
 
 
 def _NormDtype(x: tf.Variable | tf.Tensor) -> tf.DType:

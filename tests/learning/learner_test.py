@@ -35,6 +35,19 @@ def testClipsByTheNormOfAllStages(cuts, clip):
     np.testing.assert_allclose(weight, before[path] - scale * grads[path], atol=1e-6)
 
 
+def testWeightsOfAStageMayHaveSeveralDtypes():
+  stages, double = learner_stages.Stages((4,)), learner_stages.Stages((4,), tf.float64)
+  stages[0].trained['m.a.b'] = double[0].trained['m.a.b']
+  stages[0].accumulators[1] = double[0].accumulators[1]
+  before = learner_stages.Weights(stages)
+  _, update = learner_stages.Build(_SGD(clip_gradient_norm_to_value=0.5), stages)
+  grads = learner_stages.SetGrads(stages)
+  norm = learner_stages.Norm(grads)
+  assert update()['grad_norm'] == pytest.approx(norm, rel=1e-6)
+  for path, weight in learner_stages.Weights(stages).items():
+    np.testing.assert_allclose(weight, before[path] - 0.5 / norm * grads[path], atol=1e-6)
+
+
 def testClippingEqualsTensorFlow():
   stages = learner_stages.Stages()
   before = learner_stages.Weights(stages)

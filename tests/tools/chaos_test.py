@@ -34,7 +34,7 @@ def testACaseThatDoesNotEndIsAFinding(chaos):
 
 
 def testEachKindOfFileIsReadOrRefused(chaos):
-  _CheckNoFindings(chaos('files', '--seed=1'), least=19)
+  _CheckNoFindings(chaos('files', '--seed=1'), least=22)
 
 
 def testRunsEndLikeUndisturbedOnes(chaos):

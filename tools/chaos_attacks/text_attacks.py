@@ -37,6 +37,14 @@ _VALUES = [
   'type/tasks.image.lenet/LeNet5', 'type/tasks.lm.model/TransformerLm', 'type/builtins/int',
 ]  # fmt: skip
 
+# Experiments that train a step within seconds.
+_TRAINED = {
+  'lm.stdlib.ByteTransformerGPipe2': 'task.num_layers:2;task.model_dim:16;task.hidden_dim:32;'
+  'task.num_heads:2;input.max_bytes:20000;input.batch_size:4;input.seq_len:16',
+  'image.digits.LeNet5': 'input.batch_size:4',
+  'mt.cldr.Bilingual': 'task.num_layers:1;task.model_dim:16;task.num_heads:2',
+}
+
 
 def Overrides(draw: random.Random, runner: children.Runner) -> None:
   """Overrides of Params, on the command line or in a file."""
@@ -56,6 +64,23 @@ def Overrides(draw: random.Random, runner: children.Runner) -> None:
   else:
     args.append(f'--model_params_override={text}')
   children.CheckEnd(runner.Run('trainer', args))
+
+
+def Training(draw: random.Random, runner: children.Runner) -> None:
+  """An override of any param of an experiment, which then trains a step or refuses it."""
+  key, small = draw.choice(list(_TRAINED.items()))
+  leaves = params_tree.Leaves('', registry.GetParams(key, 'Train'))
+  # Neighbouring layers may compute in different dtypes; TensorFlow refuses those that do not fit.
+  paths = [path for path, _ in leaves if not path.endswith('fprop_dtype')]
+  value = draw.choice([*_VALUES, '2', '7', '64', '0.1', '1e-30'])
+  override = f'{draw.choice(paths)}:{value}'
+  overrides = [small, 'task.stack.xla:False;task.train.eval_datasets:[]', override]
+  flags = ['--platform=cpu', '--max_steps=1', f'--logdir={runner.folder}/run', f'--model={key}']
+  ended = runner.Run('trainer', [*flags, f'--model_params_override={";".join(overrides)}'])
+  try:
+    children.CheckEnd(ended)
+  except children.FindingError as e:
+    raise children.FindingError(f'{override}: {e}') from None
 
 
 def ParamsFile(draw: random.Random, runner: children.Runner) -> None:
