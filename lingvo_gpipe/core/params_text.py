@@ -25,7 +25,7 @@ _BLANKS = re.compile(r'[ \t]*')
 _BARE_VALUE = re.compile(r'[^;\n]*')
 _PLAIN = (list, tuple, dict, bytes)
 # The number of characters to scan in vain for the ends of open quotes and brackets.
-_MAX_SCANNED = 1 << 23
+_MAX_SCANNED = 1 << 21
 
 
 # --- Values ---------------------------------------------------------------------------------------

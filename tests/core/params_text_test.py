@@ -219,7 +219,7 @@ def testOverridesWithoutKeyOrColonRaise(text, quoted):
 
 
 def testManyValuesWithOpenBracketsAreRefusedAtOnce():
-  assert len(params_text.ParseOverrides('a:[;' * 1000)) == 1000
+  assert len(params_text.ParseOverrides('a:[;' * 500)) == 500
   for text in ('a:[;' * 100_000, 'a:[;' * 10 + 'b' * (1 << 20)):
     with pytest.raises(ValueError, match=naming.Naming("'a'", 'brackets')):
       params_text.ParseOverrides(text)
