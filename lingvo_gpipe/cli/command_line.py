@@ -20,6 +20,8 @@ from lingvo_gpipe.core import domain, text_file
 FLAGS = flags.FLAGS
 
 _MAX_FLAG_FILES = 100
+# Absl searches for the closest name recursively, for which Python's stack may be too small.
+_LONGEST_NAME = 80
 
 
 def Parse(
@@ -93,7 +95,8 @@ def _WithFlagFiles(arguments: Sequence[str]) -> list[str]:
 
   Raises:
     OSError: a file cannot be read.
-    ValueError: a file is not in UTF-8, no file follows the flag, or a file contains itself.
+    ValueError: a file is not in UTF-8, no file follows the flag, a file contains itself, or the
+      name of a flag is too long to be known.
   """
   expanded: list[str] = []
   remaining = collections.deque(arguments)
@@ -103,6 +106,8 @@ def _WithFlagFiles(arguments: Sequence[str]) -> list[str]:
     name, equals, path = argument.partition('=')
     if argument == '--':  # No flags follow.
       return [*expanded, argument, *remaining]
+    if name.startswith('-') and len(name) > _LONGEST_NAME:
+      raise ValueError(f'unknown flag {name[:_LONGEST_NAME]!r} ...')
     if name not in ('--flagfile', '-flagfile'):
       expanded.append(argument)
       continue

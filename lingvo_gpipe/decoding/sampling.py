@@ -39,18 +39,6 @@ def SamplingParams() -> hyperparams.Params:
   return p
 
 
-def CheckParams(params: hyperparams.Params) -> None:
-  """Raises ValueError if a value of `SamplingParams` is out of range."""
-  if not 0 <= params.temperature < float('inf'):
-    raise ValueError(
-      f'sampling: temperature must be 0 or a positive number, got {params.temperature!r}'
-    )
-  for name, end in (('top_k', 2**31), ('seed', 2**64)):
-    value = params.Get(name)
-    if not isinstance(value, int) or not 0 <= value < end:
-      raise ValueError(f'sampling: {name} must be an integer from 0 to {end - 1}, got {value!r}')
-
-
 def Sample(
   logits: np.ndarray, params: hyperparams.Params, examples: np.ndarray, position: int
 ) -> np.ndarray:
@@ -130,7 +118,7 @@ def Generate(
   Raises:
     ValueError: the prompts, their lengths or the params are invalid.
   """
-  CheckParams(params)
+  params.CheckDomains('sampling: ')
   prompts = np.asarray(prompts)
   if prompts.ndim != 2 or not prompts.size or not np.issubdtype(prompts.dtype, np.integer):
     raise ValueError(

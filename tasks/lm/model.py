@@ -180,7 +180,6 @@ class TransformerLm(LanguageModel):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    sampling.CheckParams(p.sampling)
     layers = [
       embedding.EmbeddingLayer.Params().Set(
         vocab_size=p.vocab_size,

@@ -140,6 +140,7 @@ _MISTAKES = {
   'mode with a line separator': (
     'trainer', [_MODEL, '--mode=inspect\u2028params'], ('--mode', 'inspect\\u2028params', 'train'),
   ),
+  'unknown flag of a long name': ('trainer', [_MODEL, '--' + 'x' * 2000], ('unknown', 'x' * 78)),
   'negative number of steps': (
     'trainer', [_MODEL, '--logdir={}', '--max_steps=-3'], ('max_steps', -3),
   ),

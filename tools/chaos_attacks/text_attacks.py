@@ -70,7 +70,7 @@ def Training(draw: random.Random, runner: children.Runner) -> None:
   """An override of any param of an experiment, which then trains a step or refuses it."""
   key, small = draw.choice(list(_TRAINED.items()))
   leaves = params_tree.Leaves('', registry.GetParams(key, 'Train'))
-  # Neighbouring layers may compute in different dtypes; TensorFlow refuses those that do not fit.
+  # Neighbouring layers may compute in different dtypes, unless TensorFlow refuses to mix them.
   paths = [path for path, _ in leaves if not path.endswith('fprop_dtype')]
   value = draw.choice([*_VALUES, '2', '7', '64', '0.1', '1e-30'])
   override = f'{draw.choice(paths)}:{value}'
