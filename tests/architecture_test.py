@@ -175,6 +175,7 @@ _FOREIGN_NAMES = {
   },  # TFDS.
   'tests/input/tfds/tfds_pairs_test.py': {'_info', '_split_generators', '_generate_examples'},
   'tests/input/tfds/tfds_text_test.py': {'_info', '_split_generators', '_generate_examples'},
+  'tools/chaos_attacks/data_files.py': {'_info', '_split_generators', '_generate_examples'},
   'tests/reporting/progress_terminal_test.py': {'isatty'},  # io.
   'tests/toys/experiments/refused.py': {'Task_Test'},  # The registry: the task of a data set.
   'tests/toys/keras_layers.py': {'build', 'call', 'compute_mask'},  # Keras.

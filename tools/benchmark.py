@@ -151,8 +151,9 @@ def Read(path: str) -> list[report.Measured]:
   Raises:
     ValueError: a file does not exist or holds something else.
   """
+  text = program.ReadText(path, 'table_of')
   try:
-    lines = list(map(json.loads, program.ReadText(path, 'table_of').splitlines()))
+    lines = list(map(json.loads, text.splitlines()))
     return [
       (configuration.Configuration(**line['configuration']), line['result']) for line in lines
     ]

@@ -44,7 +44,7 @@ def Keep(logdir: str, paths: Sequence[str], is_resumed: bool) -> None:
           'with the new file anyway, remove the copy'
         )
     tf.io.gfile.makedirs(folder)
-    files.WriteWhole(copied, files.ReadBytes(path, 'assets'))
+    files.WriteWhole(copied, files.ReadBytes(path, 'a file of the input'))
 
 
 def Check(logdir: str, paths: Sequence[str]) -> None:
@@ -65,4 +65,6 @@ def Check(logdir: str, paths: Sequence[str]) -> None:
 
 
 def _Differ(copied: str, path: str) -> bool:
-  return files.ReadBytes(copied, 'assets') != files.ReadBytes(path, 'assets')
+  return files.ReadBytes(copied, 'a file of the input') != files.ReadBytes(
+    path, 'a file of the input'
+  )

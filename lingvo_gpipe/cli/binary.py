@@ -101,7 +101,9 @@ def DefineDeviceFlags() -> None:
     'cluster', None, 'JSON file with the addresses of workers; defaults to TF_CONFIG if it is set.'
   )
   flags.DEFINE_string('xla_cache', None, 'Directory of compiled XLA code, which later runs reuse.')
-  flags.DEFINE_bool('stack_trace', False, 'Show a stack trace even for a mistake of the user.')
+  flags.DEFINE_bool(
+    'stack_trace', False, 'Print the stack trace of an error, even of a mistake of the user.'
+  )
 
 
 def DefineFlags() -> None:
@@ -223,7 +225,7 @@ def _PrintError(error: Exception) -> int:
   kinds = (ValueError, LookupError, AttributeError, TypeError, OSError)
   is_mistake = isinstance(error, kinds) and _IsUsersMistake(error)
   if FLAGS.stack_trace or not (is_mistake or isinstance(error, UsageError)):
-    logdir = os.path.expanduser((FLAGS.logdir if 'logdir' in FLAGS else None) or '')
+    logdir = os.path.expanduser(FLAGS.logdir or '' if 'logdir' in FLAGS else '')
     error_report.Print(error, None if FLAGS.stack_trace else logdir)
     return 1
   notes = ''.join(f' ({note})' for note in getattr(error, '__notes__', []))

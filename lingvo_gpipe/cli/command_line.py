@@ -114,9 +114,11 @@ def _WithFlagFiles(arguments: Sequence[str]) -> list[str]:
     if not equals and not remaining:
       raise ValueError('--flagfile: expected the path of a file')
     path = os.path.expanduser(path.strip() if equals else remaining.popleft())
-    num_files += 1
+    num_files += bool(path)
     if num_files > _MAX_FLAG_FILES:
-      raise ValueError(f'--flagfile: {path!r} is read again and again: does it contain itself?')
+      raise ValueError(
+        f'--flagfile: more than {_MAX_FLAG_FILES} files: does {path!r} contain itself?'
+      )
     lines = map(str.strip, text_file.Read(path, '--flagfile').split('\n') if path else ())
     remaining.extendleft(reversed([x for x in lines if x and not x.startswith(('#', '//'))]))
   return expanded

@@ -22,7 +22,7 @@ _CODE = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def Print(error: Exception, logdir: str | None) -> None:
-  """Prints the cause of an error to stderr, after the stack trace if no file can hold it.
+  """Prints the cause of an error to stderr; the stack trace goes to a file, or before the cause.
 
   Args:
     error: the error.

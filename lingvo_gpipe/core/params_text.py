@@ -268,12 +268,13 @@ def ParseOverrides(text: str) -> list[tuple[str, str]]:
     stop = None
     if literals.LITERAL_START.match(text, position):
       stop = _ScanLiteral(text, position, ';\n')
-      if stop is None:  # It was scanned up to the end of the text.
+      if stop is None:  # It was scanned, at most up to the end of the text.
+        if num_scanned > _MAX_SCANNED:
+          raise ValueError(
+            f'{literals.Shorten(key)} is one of many values with open quotes or brackets: close '
+            'them'
+          )
         num_scanned += len(text) - position
-      if num_scanned > _MAX_SCANNED:
-        raise ValueError(
-          f'{literals.Shorten(key)} is one of many values with open quotes or brackets: close them'
-        )
     value = text[position:stop] if stop else _Match(_BARE_VALUE, text, position)
     # A key may span lines inside quotes, but messages that name it must be one line.
     key = key.replace('\n', '\\n').replace('\r', '\\r')

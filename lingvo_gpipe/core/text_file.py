@@ -21,7 +21,7 @@ def Read(path: str, context: str) -> str:
     with open(path, 'rb') as f:
       content = f.read()
   except (OSError, ValueError) as e:  # ValueError: the path has NUL.
-    raise OSError(f'{context}: {path!r} cannot be read: {getattr(e, "strerror", e)}') from e
+    raise OSError(f'{context}: {path!r} cannot be read: {getattr(e, "strerror", None) or e}') from e
   return Decode(content, path, context)
 
 

@@ -29,7 +29,7 @@ def CheckBatch(name: str, spec: Any, devices: Sequence[str]) -> None:
   """
   if _AreLocal(devices):
     size = sum((x.shape.num_elements() or 0) * x.dtype.size for x in tf.nest.flatten(spec))
-    _Check(f'batches of {name}', size, 'take smaller batches, or shorter examples')
+    _Check(f'the examples of a batch of {name}', size, 'take smaller batches, or shorter examples')
 
 
 def CheckWeights(

@@ -185,7 +185,7 @@ class KerasStep:
     for s in self.stack.engine.holders:
       with tf.device(s.device):
         for path in s.trained:
-          dense = tf.convert_to_tensor(gradients[path])  # So does Keras with sparse gradients.
+          dense = tf.convert_to_tensor(gradients[path])  # Keras, too, makes sparse ones dense here.
           gradients[path] = dense * tf.cast(factor, dense.dtype)
     return gradients
 

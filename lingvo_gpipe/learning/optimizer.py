@@ -46,7 +46,7 @@ _CONTAINERS = {
 }
 
 
-# Arguments whose values the default does not tell.
+# Domains of arguments that their defaults do not imply.
 _DOMAINS = {
   'exclude_layers': domain.STRINGS | domain.NONE,
   'initial_accumulator_value': domain.NOT_NEGATIVE,

@@ -152,7 +152,7 @@ class EvalRunner:
       for batch in data:
         self._CheckBatch(batch)
         heartbeat.Begin(heartbeat.EVALUATE)
-        if self._IsFirst(self._eval_step, batch):
+        if self._NoteShape(self._eval_step, batch):
           self._eval_step.get_concrete_function(batch)
         with failed_step.Locate(self.engine, functools.partial(self._EvalStep, batch)):
           sums = self._eval_step(batch)
@@ -167,7 +167,7 @@ class EvalRunner:
 
   def MetricNames(self, batch_spec: nested_map.NestedMap) -> list[str]:
     """Returns the names of the metrics for batches of this spec; traces, but computes nothing."""
-    self._IsFirst(self._eval_step, batch_spec)
+    self._NoteShape(self._eval_step, batch_spec)
     return list(self._eval_step.get_concrete_function(batch_spec).structured_outputs)
 
   def Decode(
@@ -265,10 +265,11 @@ class EvalRunner:
     shapes.CheckNest(self.task.path, 'batch', batch, self.batch_spec)
     self.task.CheckBatch(batch)
 
-  def _IsFirst(self, step: Any, batch: batches.AnyBatch) -> bool:
-    """Whether a batch is the first of its shape for a step, which the caller then traces.
+  def _NoteShape(self, step: Any, batch: batches.AnyBatch) -> bool:
+    """Records the shape of a batch for a step; returns whether it is new.
 
-    TensorFlow would trace it anyway, but warns if several new shapes follow each other.
+    The caller then traces the step, without a time limit. TensorFlow would trace it anyway, but
+    warns if several new shapes follow each other.
     """
     key = (step, shapes.FormatNest(batch))
     if key in self._traced:

@@ -202,7 +202,7 @@ class TrainRunner(eval_runner.EvalRunner):
 
   def _TraceTraining(self, step: Any, batch: batches.AnyBatch, *args: tf.Tensor) -> None:
     """Traces a training step if the batch is the first of its shape; times the first one."""
-    if self._IsFirst(step, batch):
+    if self._NoteShape(step, batch):
       start = time.perf_counter()
       step.get_concrete_function(batch, *args)
       self.trace_seconds = self.trace_seconds or time.perf_counter() - start

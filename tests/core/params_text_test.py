@@ -114,6 +114,7 @@ def testValues(like, text, value):
   'like', [None, True, 1, 0.5, 'a', [1], (1,), {}, Color.RED, Options(), Options]
 )
 def testNoneIsAcceptedForEveryType(like):
+  assert len(params_text.ParseOverrides('a:[;' + 'b:1;' * (1 << 20))) == 1 + (1 << 20)
   for text in ('None', 'NoneType'):
     assert params_text.ParseValue(text, like, 'p.x') is None
 

@@ -245,7 +245,7 @@ def testOwnLayersAreTrained():
   assert step.optimizer.iterations == 1
 
 
-def testOnlyStacksOfKerasKeepSlicesAndTheLastStepDecides():
+def testOnlyStacksOfKerasKeepSparseGradientsAndTheLastStepDecides():
   dense = linear.LinearLayer.Params().Set(input_dim=5, output_dim=5)
   of_library = stacks.MakeStack([dense.Copy().Set(name=name) for name in 'ab'], num_stages=2)
   spec = tf.TensorSpec(X.shape, tf.float64)
@@ -371,7 +371,7 @@ def _Regularised():
 
 @pytest.mark.parametrize(
   'optimizer, is_sum',
-  # Plain Keras fails if it divides slices by the factor.
+  # Plain Keras fails if it divides sparse gradients by the factor.
   [(_Adam, True), (lambda: _Adam(loss_scale_factor=8.0), False)],
   ids=['asked', 'loss_scale_factor'],
 )

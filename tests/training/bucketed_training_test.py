@@ -118,7 +118,7 @@ def testMicroBatchesOfAnUpdateAreCountedInBatchesOfAnySize(monkeypatch):
     firsts.append((int(first), batch.tgt_ids.shape[0]))
     return {'loss': tf.constant([1.0, 1.0])}, tf.constant(1.0), {}
 
-  monkeypatch.setattr(run, '_IsFirst', lambda *args: False)
+  monkeypatch.setattr(run, '_NoteShape', lambda *args: False)
   monkeypatch.setattr(run, '_accumulate', Accumulate)
   monkeypatch.setattr(run, '_update', lambda *args: {'loss_weight': 2.0})
   for batch in data.Dataset().take(24):

@@ -70,8 +70,9 @@ def Training(draw: random.Random, runner: children.Runner) -> None:
   """An override of any param of an experiment, which then trains a step or refuses it."""
   key, small = draw.choice(list(_TRAINED.items()))
   leaves = params_tree.Leaves('', registry.GetParams(key, 'Train'))
-  # Neighbouring layers may compute in different dtypes, unless TensorFlow refuses to mix them.
-  paths = [path for path, _ in leaves if not path.endswith('fprop_dtype')]
+  # Neighbouring layers may compute in different dtypes, unless TensorFlow refuses to mix them. A
+  # cache would be written into the checkout.
+  paths = [path for path, _ in leaves if not path.endswith(('fprop_dtype', 'cache_dir'))]
   value = draw.choice([*_VALUES, '2', '7', '64', '0.1', '1e-30'])
   override = f'{draw.choice(paths)}:{value}'
   overrides = [small, 'task.stack.xla:False;task.train.eval_datasets:[]', override]

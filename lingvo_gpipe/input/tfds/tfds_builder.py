@@ -78,7 +78,8 @@ def LoadPrepared(
       fix it.
   """
   try:
-    with _Reading(data_dir or dataset, context):
+    name = f'the data set {dataset!r}' + (f' in {data_dir!r}' if data_dir else '')
+    with _Reading(name, data_dir or dataset, context):
       builder = tfds.builder(dataset, data_dir=data_dir or None)
       if builder.is_prepared() and builder.info.features and builder.info.splits:
         return builder
@@ -141,7 +142,9 @@ def Examples(
   Raises:
     ValueError: a record is damaged, or 'skip' was set for files of another format than TFRecord.
   """
-  with _Reading(str(builder.data_path), context):
+  if not IsTfRecord(builder):
+    _CheckSkips(builder, context, damaged)
+  with _Reading(f'the data set in {str(builder.data_path)!r}', str(builder.data_path), context):
     yield from _Examples(builder, split, names, context, damaged, decoders)
 
 
@@ -153,9 +156,8 @@ def _Examples(
   damaged: str,
   decoders: Any,
 ) -> Iterator[tuple[Any, ...]]:
-  """Does what `Examples` says; damaged files raise errors of many kinds."""
+  """Yields the examples; damaged files raise errors of many kinds."""
   if not IsTfRecord(builder):
-    _CheckSkips(builder, context, damaged)
     source = builder.as_data_source(split=split, decoders=decoders)
     for i in range(len(source)):
       try:
@@ -210,18 +212,29 @@ def NumDamaged(builder: tfds.core.DatasetBuilder, split: str, context: str) -> i
 
 
 @contextlib.contextmanager
-def _Reading(path: str, context: str) -> Iterator[None]:
-  """Turns every error by which TFDS and its libraries reject files into one line."""
+def _Reading(name: str, path: str, context: str) -> Iterator[None]:
+  """Turns every error by which TFDS and its libraries reject names and files into one line.
+
+  Args:
+    name: the data set, for the message.
+    path: the place that errors of this package name.
+    context: start of the message.
+  """
   try:
     yield
-  except (MemoryError, ImportError, tfds.core.DatasetNotFoundError):
+  except (
+    MemoryError,
+    ImportError,
+    tf.errors.ResourceExhaustedError,
+    tfds.core.DatasetNotFoundError,
+  ):
     raise
   except Exception as e:
     if isinstance(e, ValueError | OSError) and path in str(e) and '\n' not in str(e):
       raise
     kind = '' if type(e) is ValueError else f'{type(e).__name__}: '
     raise ValueError(
-      f'{context}: the data set in {path!r} cannot be read: {kind}{files.OneLine(e)}: restore it'
+      f'{context}: {name} cannot be read: {kind}{files.OneLine(e)}. Check its name, or restore it'
     ) from e
 
 
@@ -276,7 +289,7 @@ def _IntactRecords(builder: tfds.core.DatasetBuilder, split: str) -> Iterator[by
 
 def _RaiseDamage(builder: tfds.core.DatasetBuilder, split: str, context: str) -> None:
   """Raises an error that names the damaged file and record, unlike the error of tf.data."""
-  num_expected = _Files(builder, split)
-  tf_records.RaiseDamage(num_expected, context)
-  for path, expected in num_expected.items():
+  num_records = _Files(builder, split)
+  tf_records.RaiseDamage(num_records, context)
+  for path, expected in num_records.items():
     tf_records.CheckCount(path, len(tf_records.RecordOffsets(path)) - 1, expected)

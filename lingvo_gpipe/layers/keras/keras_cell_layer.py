@@ -233,9 +233,10 @@ class KerasCellLayer(base_layer.BaseLayer):
   def PartOf(self, op_name: str) -> str | None:
     """Returns the part of an operation.
 
-    'scores' is an attention without its projections. 'feed_forward' is the remainder of a cell with
-    an attention. Keras names operations after the layers whose calls they are in. An attention is a
-    layer whose class has a name that ends with Attention.
+    'scores' is an attention without its projections, which belong to no part. 'feed_forward' is
+    everything outside of the attentions of a cell that has some. Keras names operations after the
+    layers whose calls they are in. An attention is a layer whose class has a name that ends with
+    Attention.
     """
     if not self._attentions:
       return None

@@ -501,8 +501,8 @@ class StageMath:
       with failures.LossScope(), reads, side_effects.Forbid('the loss'), captures:
         if self._LossTakesInputs(len(self.layers) - 1):
           tensors = tf.nest.map_structure(tf.convert_to_tensor, theta[-1])
-          # The gradient of these weights comes through the loss, too, which may be NaN if its
-          # weight is zero.
+          # The gradient of these weights comes through the loss, too, and may be NaN if the weight
+          # of the loss is zero.
           outputs = self._ForLoss(Counted(tensors), outputs)
         theta = self._ThetaOfLoss(theta)
         return weighted_loss.Metrics(self._loss_fn(theta, outputs, call.side))
@@ -518,7 +518,7 @@ class StageMath:
     return theta
 
   def _ForLoss(self, theta: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the last layer's inputs as the loss gets them: objects that stand for the outputs."""
+    """Returns the objects that the loss gets in place of the last layer's outputs."""
     return self.layers[-1].ForLoss(theta, *inputs)
 
   def _Sums(

@@ -94,11 +94,12 @@ def testALengthBeyondTheFileIsDamage(tmp_path, length, number, first_byte):
   assert sum(count for _, count in ranges) == len(intact) and num_damaged == 1
 
 
-def testALengthBeyondTheMemoryIsDamage(tmp_path):
+def testALengthBeyondTheMemoryIsDamage(tmp_path, monkeypatch):
   """In a sparse file it fits, and TensorFlow would allocate it."""
+  monkeypatch.setattr(tf_records, '_Memory', lambda: 2**20 - 1)
   path = _File(tmp_path)
-  tf_record_files.SetLength(path, 0, 2**40)
-  os.truncate(path, 2**40 + 16)
+  tf_record_files.SetLength(path, 0, 2**20)
+  os.truncate(path, 2**20 + 16)
   assert not tf_records.LengthsFit(path) and not tf_records.IsIntact(path)
   assert _Numbers(path, 'skip') == []
   with pytest.raises(ValueError, match=naming.Naming(path, 'record 1', 'memory')):

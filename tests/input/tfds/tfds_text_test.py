@@ -198,9 +198,10 @@ def testDamagedArrayRecordIsNamed(data_dirs, vocab, tmp_path):
 
 def testOnlyTfRecordsCanBeSkipped(data_dirs, vocab):
   skipping = _Input(data_dirs['array_record'], vocab, damaged_records='skip')
-  for read in (skipping.NumExamples, skipping.NumDamaged):
-    with pytest.raises(ValueError, match=naming.Naming('damaged_records', 'array_record')):
+  for read in (skipping.NumExamples, skipping.NumDamaged, lambda: list(skipping.VocabularyTexts())):
+    with pytest.raises(ValueError, match=naming.Naming('damaged_records', 'array_record')) as e:
       read()
+    assert 'restore' not in str(e.value)
   with pytest.raises(
     ValueError, match=naming.Naming('damaged_records', "'stop'", "'skip'", "'skp'")
   ):
