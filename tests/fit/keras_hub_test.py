@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import json
 import shutil
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_gpipe import PipelinedModel
+from tests import naming
 from tests.toys import hugging_face, keras_fits, stacks
 from tools import keras_models
 from tools.keras_zoo import zoo
@@ -193,6 +195,16 @@ def testADamagedPresetIsRefusedInOneLine(preset, tmp_path, file, content):
   with pytest.raises(ValueError, match=f'^cannot read the preset {path!r}: .+$') as e:
     _Pipe(path)
   assert type(e.value) is ValueError
+
+
+def testAPresetOfVeryManyLayersIsRefusedAtOnce(preset, tmp_path):
+  path = tmp_path / 'gpt2'
+  shutil.copytree(preset[0], path)
+  config = json.loads((path / 'config.json').read_text())
+  config['config']['num_layers'] = 2**31
+  (path / 'config.json').write_text(json.dumps(config))
+  with pytest.raises(ValueError, match=naming.Naming(str(path), 'num_layers', 2**31)):
+    _Pipe(str(path))
 
 
 def testTheHeadOfATaskIsLoadedWithIt(tmp_path):

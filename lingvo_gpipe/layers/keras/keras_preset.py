@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,9 @@ import tensorflow as tf
 from lingvo_gpipe.core import files
 from lingvo_gpipe.layers.keras import keras_variables
 
+# Keys with the number of layers in the configurations of KerasHub and Hugging Face.
+_LAYERS = re.compile(r'(n|num)_(\w+_)?layers?|\w+_layers')
+_MOST_LAYERS = 4096
 # Errors that say nothing about the files.
 _DEVICE_ERRORS = (
   tf.errors.AbortedError,
@@ -45,7 +49,7 @@ def Model(keras_class: Any, preset: str, **kwargs: Any) -> Any:
     ValueError: the preset cannot be read.
   """
   with _Reading(preset), keras_variables.WithoutValues():  # An optimizer would have values.
-    _Loader(preset)
+    _CheckLayers(_Loader(preset).config)
     return keras_class.from_preset(preset, load_weights=False, compile=False, **kwargs)
 
 
@@ -158,6 +162,15 @@ def _Loader(preset: str) -> Any:
     return preset_utils.get_preset_loader(preset)
   except ValueError as e:
     raise ValueError(str(e).partition('.')[0]) from None
+
+
+def _CheckLayers(config: Any) -> None:
+  """Raises ValueError if a configuration asks for more layers than Keras could make in minutes."""
+  for key, value in config.items() if isinstance(config, dict) else ():
+    is_number = _LAYERS.fullmatch(str(key)) and isinstance(value, int)
+    if is_number and value > _MOST_LAYERS:
+      raise ValueError(f'{key} is {value}, more than {_MOST_LAYERS}')
+    _CheckLayers(value)
 
 
 @contextlib.contextmanager
