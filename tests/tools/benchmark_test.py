@@ -367,7 +367,7 @@ def testThePlotIsWritten(tmp_path):
     ('--num_micro_batches=0', ['--num_micro_batches', 'at least 1', 'got 0']),
     ('--size=a.dim=8,0', ["'a.dim=8,0'", 'at least 1']),
     ('--size=a.depth=3', ["'a.depth=3'", '<name>=<number>', '<number>,<number>', 'a.layers']),
-    ('--table_of=/no/such', ['--table_of', '--output', '/no/such']),
+    ('--table_of=/no/such', ['--table_of', '/no/such']),
     ('both', ["argument 'both'"]),
     ('--num_micro_batches=300', ['batch of 256', 'M']),
   ],
