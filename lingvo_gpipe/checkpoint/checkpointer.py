@@ -211,6 +211,7 @@ class Checkpointer(catalogue.Catalogue):
       if lock is not None:  # Writing may have taken longer than a lease lasts.
         lock.Check()
       is_folder_removable = False
+      self._MoveFolderAway(commit)
       tf.io.gfile.rename(temporary, commit, overwrite=True)  # The commit.
       files.Sync(self.directory)
     except files.FILE_ERRORS as e:
@@ -245,8 +246,18 @@ class Checkpointer(catalogue.Catalogue):
     good = [info for info in infos if not self.IsKnownDamaged(info)]
     damaged = [info.step for info in infos if self.IsKnownDamaged(info)] + unreadable
     for step in self._retention.Removable(saved_step, good, damaged, protected):
-      tf.io.gfile.remove(self._CommitPath(step))
+      if not self._MoveFolderAway(self._CommitPath(step)):
+        tf.io.gfile.remove(self._CommitPath(step))
     self._RemoveLeftovers()
+
+  def _MoveFolderAway(self, commit: str) -> bool:
+    """Renames a local folder in place of a commit file; returns whether there was one."""
+    if not os.path.isdir(commit):
+      return False
+    renamed = f'{commit}.folder-{secrets.token_hex(4)}'
+    os.rename(commit, renamed)
+    logging.warning('%s is a folder: renamed to %s.', commit, renamed)
+    return True
 
   def _RemoveLeftovers(self) -> None:
     """Removes leftovers of killed saves, and folders whose commit file was removed or replaced."""

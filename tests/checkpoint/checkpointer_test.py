@@ -421,6 +421,22 @@ def testACheckpointWithADamagedCommitFileIsSkipped(tmp_path, caplog, damage):
   _AssertTidy(tmp_path)
 
 
+def testAFolderInPlaceOfACommitFileIsMovedAway(tmp_path):
+  _Save(tmp_path, 1)
+  for step in (2, 3):
+    path = pathlib.Path(_Save(tmp_path, step))
+    path.unlink()
+    path.mkdir()
+    (path / 'notes').touch()
+  assert _Value(tmp_path) == (1, 1.0)
+  _Save(tmp_path, 2)
+  assert _Value(tmp_path) == (2, 2.0)
+  for step in (4, 5):
+    _Save(tmp_path, step, max_to_keep=2)
+  assert _Steps(tmp_path) == [4, 5]
+  assert len(list(tmp_path.glob('ckpt-0000000[23].json.folder-*/notes'))) == 2
+
+
 def testLatestSkipsACheckpointThatRestoreFoundDamaged(tmp_path):
   saver = checkpointer.Checkpointer(tmp_path, max_to_keep=2)
   for step in (1, 2):
