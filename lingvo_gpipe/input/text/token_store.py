@@ -153,7 +153,7 @@ class TokenStore:
     if fingerprint != expected:
       raise DamagedStoreError(
         f'the token store in {directory!r} changed since it was written: expected the fingerprint '
-        f'{expected}, got {fingerprint}'
+        f'{expected!r:.80}, got {fingerprint}'
       )
     try:
       store = cls(tokens, offsets)

@@ -120,6 +120,7 @@ _DAMAGES = {
   lambda path: open(f'{path}/store.json', 'w').close(): ('complete', 'char 0'),
   lambda path: _Edit(path, version=7): ('version 7', 1),
   lambda path: _Edit(path, version='a\nb'): ("version 'a\\nb'",),
+  lambda path: _Edit(path, fingerprint='a\nb'): ("fingerprint 'a\\nb'",),
   lambda path: _Edit(path, num_tokens=None): ('complete', 'NoneType'),
 }
 
