@@ -33,9 +33,10 @@ def Keep(logdir: str, paths: Sequence[str], is_resumed: bool) -> None:
         f'the input needs several files named {name!r}, but a run can keep only one: rename one of '
         f'{sorted(paths)}'
       )
+    content = _Read(path)
     copied = os.path.join(folder, name)
     if tf.io.gfile.exists(copied):
-      if not _Differ(copied, path):
+      if _Read(copied) == content:
         continue
       if is_resumed:
         raise ValueError(
@@ -44,7 +45,7 @@ def Keep(logdir: str, paths: Sequence[str], is_resumed: bool) -> None:
           'with the new file anyway, remove the copy'
         )
     tf.io.gfile.makedirs(folder)
-    files.WriteWhole(copied, files.ReadBytes(path, 'a file of the input'))
+    files.WriteWhole(copied, content)
 
 
 def Check(logdir: str, paths: Sequence[str]) -> None:
@@ -56,7 +57,7 @@ def Check(logdir: str, paths: Sequence[str]) -> None:
   """
   for path in paths:
     copied = os.path.join(logdir, FOLDER, os.path.basename(path))
-    if tf.io.gfile.exists(copied) and _Differ(copied, path):
+    if tf.io.gfile.exists(copied) and _Read(copied) != _Read(path):
       raise ValueError(
         f'this run was trained with another {os.path.basename(path)!r} than {path!r}; its copy is '
         f'{copied!r}. Let the input read that copy. To use the weights with the new file anyway, '
@@ -64,7 +65,5 @@ def Check(logdir: str, paths: Sequence[str]) -> None:
       )
 
 
-def _Differ(copied: str, path: str) -> bool:
-  return files.ReadBytes(copied, 'a file of the input') != files.ReadBytes(
-    path, 'a file of the input'
-  )
+def _Read(path: str) -> bytes:
+  return files.ReadBytes(path, 'a file of the input')

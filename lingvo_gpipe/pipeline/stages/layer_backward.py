@@ -125,8 +125,7 @@ class LayerBackward:
     outputs: list[Any] = []
     before: list[tf.Tensor] = []
 
-    def Run(i: int, layer: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
-      del layer
+    def Run(i: int, _: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
       segment, x = self._segments[i], nested_map.NestedMap(args=args, skips=skips)
       # Sums over the replicas must run in one order.
       with tf.control_dependencies(before if self._math.sums_over_replicas else []):
