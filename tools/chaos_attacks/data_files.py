@@ -7,12 +7,12 @@ import functools
 import hashlib
 import pathlib
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
+from lingvo_gpipe.core import hyperparams, nested_map
 from lingvo_gpipe.input import base_input_generator, batches
 from lingvo_gpipe.input.records import tf_record_index, tf_record_stream, tf_records
 from lingvo_gpipe.input.text import (
@@ -22,7 +22,7 @@ from lingvo_gpipe.input.text import (
   text_bytes,
   text_files,
 )
-from lingvo_gpipe.input.tfds import tfds_text
+from lingvo_gpipe.input.tfds import tfds_images, tfds_text
 from tools.chaos_attacks import file_attacks, mutation
 
 # Lengths of records that exceed their file.
@@ -39,6 +39,7 @@ _PAIRS = (
   ('de', 'en', 'ein Satz', 'a sentence'),
 )  # fmt: skip
 _VOCAB_SIZE = 300
+_IMAGE_SIZE = 4
 _OVERHEAD = 16  # Bytes of a record in its file, beside its contents.
 
 
@@ -282,27 +283,47 @@ def _MakeDataset(folder: pathlib.Path) -> None:
   """Prepares a data set of TFDS, whose class later processes do not know."""
   import tensorflow_datasets as tfds
 
-  class ChaosTexts(tfds.core.GeneratorBasedBuilder):
+  class ChaosExamples(tfds.core.GeneratorBasedBuilder):
     VERSION = tfds.core.Version('1.0.0')
 
     def _info(self) -> Any:
-      features = tfds.features.FeaturesDict({'text': tfds.features.Text()})
+      features = tfds.features.FeaturesDict(
+        {
+          'text': tfds.features.Text(),
+          'image': tfds.features.Image(shape=(None, None, 3), encoding_format='png'),
+          'label': tfds.features.ClassLabel(num_classes=2),
+        }
+      )
       return self.dataset_info_from_configs(features=features)
 
     def _split_generators(self, dl_manager: Any) -> Any:
       return {'train': self._generate_examples()}
 
     def _generate_examples(self) -> Any:
-      yield from ((i, {'text': text}) for i, text in enumerate(_LINES))
+      for i, text in enumerate(_LINES):
+        image = np.full([_IMAGE_SIZE, _IMAGE_SIZE, 3], i, np.uint8)
+        yield i, {'text': text, 'image': image, 'label': i % 2}
 
-  ChaosTexts(data_dir=str(folder)).download_and_prepare()
+  ChaosExamples(data_dir=str(folder)).download_and_prepare()
 
 
-def _ReadDataset(folder: pathlib.Path, policy: str) -> list[str]:
-  p = tfds_text.TfdsTextInput.Params().Set(name='Train', batch_size=2, seq_len=16, num_epochs=1)
-  p.Set(dataset='chaos_texts', data_dir=str(folder), damaged_records=policy)
-  p.vocab_filepath = str(folder / 'unused')
-  return list(p.Instantiate().VocabularyTexts())
+def _TfdsInput(
+  folder: pathlib.Path, p: hyperparams.InstantiableParams, policy: str
+) -> tfds_text.TfdsTextInput | tfds_images.TfdsImageInput:
+  p.Set(name='Train', dataset='chaos_examples', data_dir=str(folder), damaged_records=policy)
+  source = p.Set(batch_size=2, num_epochs=1, shuffle=False).Instantiate()
+  return cast(tfds_text.TfdsTextInput | tfds_images.TfdsImageInput, source)
+
+
+def _ReadDatasetTexts(folder: pathlib.Path, policy: str) -> list[str]:
+  p = tfds_text.TfdsTextInput.Params().Set(seq_len=16, vocab_filepath=str(folder / 'unused'))
+  source = _TfdsInput(folder, p, policy)
+  return list(cast(tfds_text.TfdsTextInput, source).VocabularyTexts())
+
+
+def _ReadDatasetImages(folder: pathlib.Path, policy: str, in_memory: bool) -> list[str]:
+  p = tfds_images.TfdsImageInput.Params().Set(num_classes=2, image_size=_IMAGE_SIZE)
+  return _Digests(_TfdsInput(folder, p.Set(in_memory=in_memory), policy))
 
 
 def _MakeCache(folder: pathlib.Path) -> None:
@@ -349,10 +370,15 @@ KINDS = {
     for policy in tf_records.POLICIES
   },
   **{
-    f'dataset_{policy}': file_attacks.Kind(
-      _MakeDataset, functools.partial(_ReadDataset, policy=policy)
+    f'dataset_{name}_{policy}': file_attacks.Kind(
+      _MakeDataset, functools.partial(read, policy=policy)
     )
     for policy in tf_records.POLICIES
+    for name, read in (
+      ('texts', _ReadDatasetTexts),
+      ('images', functools.partial(_ReadDatasetImages, in_memory=False)),
+      ('images_in_memory', functools.partial(_ReadDatasetImages, in_memory=True)),
+    )
   },
   'vocabulary': file_attacks.Kind(
     _MakeTextsAndVocabulary, _ReadTokens, damage=functools.partial(_DamageOnly, 'vocab.model')

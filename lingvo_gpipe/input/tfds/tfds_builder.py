@@ -57,9 +57,31 @@ def NumExamples(builder: tfds.core.DatasetBuilder, split: str, context: str) -> 
     return builder.info.splits[split].num_examples
   except (KeyError, ValueError) as e:
     raise ValueError(
-      f'{context}: {builder.info.full_name!r} has the splits {list(builder.info.splits)}, got '
-      f'{split!r}'
+      f'{context}: {Name(builder)} has the splits {list(builder.info.splits)}, got {split!r}'
     ) from e
+
+
+def CheckFeature(builder: tfds.core.DatasetBuilder, name: str, cls: type, context: str) -> None:
+  """Raises ValueError unless the examples of a data set have a feature of some type.
+
+  Args:
+    builder: from `LoadPrepared`.
+    name: the name of the feature.
+    cls: its type, such as `tfds.features.Text`.
+    context: start of the message, such as 'TfdsImageInput: param dataset'.
+  """
+  features = builder.info.features
+  is_dict = isinstance(features, tfds.features.FeaturesDict)
+  names = [key for key, value in features.items() if isinstance(value, cls)] if is_dict else []
+  if name not in names:
+    raise ValueError(
+      f'{context}: {Name(builder)} has the {cls.__name__} features {names}, but {name!r} is needed'
+    )
+
+
+def Name(builder: tfds.core.DatasetBuilder) -> str:
+  """Returns the name of a data set and its place, for messages."""
+  return f'{builder.info.full_name!r} in {str(builder.data_path)!r}'
 
 
 def LoadPrepared(
@@ -247,7 +269,7 @@ def _CheckSkips(builder: tfds.core.DatasetBuilder, context: str, damaged: str) -
   if damaged == 'skip' and not IsTfRecord(builder):
     raise ValueError(
       f'{context}: only damaged records of TFRecord files can be skipped, but '
-      f'{builder.info.full_name} was prepared as {builder.info.file_format.value}: set it to stop'
+      f'{Name(builder)} was prepared as {builder.info.file_format.value}: set it to stop'
     )
 
 

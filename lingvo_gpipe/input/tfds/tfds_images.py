@@ -94,11 +94,13 @@ class TfdsImageInput(image_input.ImageInput):
         f'was prepared as {builder.info.file_format.value} in {builder.data_path}; prepare it in '
         f'another directory by `{tfds_builder.PrepareCommand(p.dataset, "DIR")}`, and set data_dir'
       )
+    for name, cls in (('image', tfds.features.Image), ('label', tfds.features.ClassLabel)):
+      tfds_builder.CheckFeature(builder, name, cls, self._Context('dataset'))
     num_classes = builder.info.features['label'].num_classes
     if num_classes + p.label_offset > p.num_classes:
       raise ValueError(
-        f'{self._Context("num_classes")}: {p.dataset} has {num_classes} classes, and label_offset '
-        f'is {p.label_offset}, got {p.num_classes}'
+        f'{self._Context("num_classes")}: {tfds_builder.Name(builder)} has {num_classes} classes, '
+        f'and label_offset is {p.label_offset}, got {p.num_classes}'
       )
     return builder
 
@@ -156,8 +158,9 @@ class TfdsImageInput(image_input.ImageInput):
         image = tf.io.decode_image(encoded, p.num_channels).numpy()
         if image.shape != shape:
           raise ValueError(
-            f'{self._Context("image_size")}: image {i} of {p.dataset} has the shape {image.shape}, '
-            f'but in_memory needs {shape}; set image_size and num_channels, or in_memory to False'
+            f'{self._Context("image_size")}: image {i} of {tfds_builder.Name(self._builder)} has '
+            f'the shape {image.shape}, but in_memory needs {shape}; set image_size and '
+            'num_channels, or in_memory to False'
           )
         images.append(image)
         labels.append(label)

@@ -74,7 +74,7 @@ class TfdsPairs(parallel_text.ParallelText):
     if not isinstance(features, tfds.features.Translation) or len(features.languages) != 2:
       raise ValueError(
         f'{context}: expected a data set whose examples are a Translation of two languages, got '
-        f'{name!r} with {features!r}'
+        f'{name!r} in {str(builder.data_path)!r} with {" ".join(repr(features).split())}'
       )
     num_examples = tfds_builder.NumExamples(builder, p.split, self._Context('split'))
     source, target = builder.info.supervised_keys or features.languages

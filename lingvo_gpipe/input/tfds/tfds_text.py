@@ -50,14 +50,7 @@ class TfdsTextInput(text_tokens.TextTokensInput):
       offline=f'--model={_OFFLINE} needs no data set, and input.num_fake_examples:1000 trains on '
       'random tokens, for measuring time',
     )
-    texts = [
-      name for name, feature in builder.info.features.items()
-      if isinstance(feature, tfds.features.Text)
-    ]  # fmt: skip
-    if p.feature not in texts:
-      raise ValueError(
-        f'{self._Context("feature")}: {p.dataset} has the texts {texts}, got {p.feature!r}'
-      )
+    tfds_builder.CheckFeature(builder, p.feature, tfds.features.Text, self._Context('feature'))
     return builder
 
   def _Documents(self) -> Iterator[str]:

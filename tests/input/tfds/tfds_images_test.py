@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of TFDS, from small data sets that the test prepares."""
 
+import functools
 import os
 import re
 import shlex
@@ -271,6 +272,17 @@ def testMissingSplitIsNamed(data_dir):
       ValueError, match=naming.Naming('param split', "['train', 'test']", "'dev'")
     ):
       _Input(data_dir, dataset, split='dev').NumExamples()
+
+
+@pytest.mark.parametrize('name', ['image', 'label'])
+def testMissingFeatureIsNamed(data_dir, monkeypatch, name):
+  features = LgFixedImages(data_dir=data_dir).info.features
+  others = tfds.features.FeaturesDict({k: v for k, v in features.items() if k != name})
+  info = functools.partial(tfds.core.DatasetInfo, features=others)
+  monkeypatch.setattr(LgFixedImages, '_info', lambda self: info(builder=self))
+  folder = os.path.join(data_dir, 'lg_fixed_images')
+  with pytest.raises(ValueError, match=naming.Naming('param dataset', folder, name)):
+    _Input(data_dir).Fingerprint()
 
 
 def testTensorsAreNotConstantsOfTheGraph(data_dir):
