@@ -277,8 +277,8 @@ def testMissingSplitIsNamed(data_dir):
 @pytest.mark.parametrize('name', ['image', 'label'])
 def testMissingFeatureIsNamed(data_dir, monkeypatch, name):
   features = LgFixedImages(data_dir=data_dir).info.features
-  others = tfds.features.FeaturesDict({k: v for k, v in features.items() if k != name})
-  info = functools.partial(tfds.core.DatasetInfo, features=others)
+  without = tfds.features.FeaturesDict({k: v for k, v in features.items() if k != name})
+  info = functools.partial(tfds.core.DatasetInfo, features=without)
   monkeypatch.setattr(LgFixedImages, '_info', lambda self: info(builder=self))
   folder = os.path.join(data_dir, 'lg_fixed_images')
   with pytest.raises(ValueError, match=naming.Naming('param dataset', folder, name)):
