@@ -81,7 +81,7 @@ class BaseLayer(pipeline_element.PipelineElement):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of this class; the parent's value replaces None in the inherited ones."""
     p = hyperparams.InstantiableParams(cls)
-    p.Define('name', '', 'Name of this layer: letters, digits and _.', domain.NAME)
+    p.Define('name', '', 'Name of this layer.', nested_map.KEY)
     p.Define(
       'dtype',
       None,
@@ -112,7 +112,7 @@ class BaseLayer(pipeline_element.PipelineElement):
     """Copies `params`.
 
     Raises:
-      ValueError: the Params belong to another class or have no valid name.
+      ValueError: the Params belong to another class.
     """
     p = params.Copy()
     if p.cls is not type(self):
@@ -120,9 +120,6 @@ class BaseLayer(pipeline_element.PipelineElement):
         f'{type(self).__name__} was given the Params of {getattr(p.cls, "__name__", p.cls)}; '
         'use params.Instantiate()'
       )
-    if not p.name:
-      raise ValueError(f'the Params of a {type(self).__name__} need a name: set p.name')
-    nested_map.NestedMap.CheckKey(p.name)
     for key, default in INHERITED.items():
       if getattr(p, key) is None:
         setattr(p, key, default)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Domains: the values that a param may have, declared where the param is defined.
 
-    p.Define('num_layers', 1, 'Number of layers.', domain.Int(1, 4096))
+    p.Define('num_layers', 1, 'Number of layers.', domain.NUM_LAYERS)
     p.Define('decay', 0.999, 'Decay; None: no decay.', domain.Number(0, below=1) | domain.NONE)
 
 Text must be in the domain when it is set, and every value when its Params are instantiated. The
@@ -93,14 +93,21 @@ def _Limits(*limits: tuple[str, Any]) -> str:
   return ' ' + ' and '.join(texts) if texts else ''
 
 
-def Int(low: int | None = None, high: int | None = None) -> Domain:
-  """Returns the integers from `low` to `high`; None: as far as int64 reaches."""
+def Int(low: int | None = None, high: int | None = None, multiple_of: int = 1) -> Domain:
+  """Returns the integers from `low` to `high`; None: as far as int64 reaches.
+
+  Args:
+    low: the least.
+    high: the greatest.
+    multiple_of: a number that divides each of them.
+  """
   least = -_INT64_MAX - 1 if low is None else low
   most = _INT64_MAX if high is None else high
-  text = 'an integer' + (_Limits(('of at least', low), ('at most', high)) or ' of 64 bits')
+  limits = _Limits(('of at least', low), ('at most', high)) or ' of 64 bits'
+  text = 'an integer' if multiple_of == 1 else f'a multiple of {multiple_of}'
   return Domain(
-    text if low is None or low != high else str(low),
-    lambda x: bool(_IsInt(x) and least <= x <= most),
+    text + limits if low is None or low != high else str(low),
+    lambda x: bool(_IsInt(x) and least <= x <= most and x % multiple_of == 0),
     0,
   )
 
@@ -147,24 +154,28 @@ def NameOf(kind: str, names: Callable[[], Sequence[str]]) -> Domain:
   return Domain(f'the name of {kind}', lambda x: isinstance(x, str) and x in names(), '', names)
 
 
-def ListOf(item: Domain, size: int | None = None, *, increasing: bool = False) -> Domain:
+def ListOf(
+  item: Domain, size: int | None = None, *, increasing: bool = False, not_empty: bool = False
+) -> Domain:
   """Returns the lists and tuples whose items are all in a domain.
 
   Args:
     item: the domain of each item.
     size: the number of items; None: any.
     increasing: whether each item must be greater than the one before.
+    not_empty: whether there must be an item.
   """
 
   def _Contains(x: Any) -> bool:
     return (
       isinstance(x, list | tuple)
       and size in (None, len(x))
+      and (len(x) > 0 or not not_empty)
       and all(map(item.contains, x))
       and not (increasing and any(a >= b for a, b in itertools.pairwise(x)))
     )
 
-  length = '' if size is None else f' of {size}'
+  length = ' that is not empty' if not_empty else '' if size is None else f' of {size}'
   order = ', in increasing order' if increasing else ''
   return Domain(f'a list{length}, each item {item.text}{order}', _Contains)
 
@@ -234,17 +245,14 @@ BOOL = Domain('a bool', lambda x: isinstance(x, bool) or literals.IsNumpyBool(x)
 STR = Domain('a string in UTF-8 without NUL', IsText, '')
 STRINGS = ListOf(STR)
 REGEX = Domain('a regular expression', _IsRegex, '')
-NAME = Domain(
-  'a name of letters, digits and _, no digit first',
-  lambda x: isinstance(x, str) and (not x or (x.isidentifier() and x.isascii())),
-  '',
-)
 FLOAT_DTYPE = Domain('a floating dtype such as float32', _IsFloatDType)
 PARAMS = Domain('Params', lambda x: hasattr(x, 'FromText'))
 
 _INT32_MAX = (1 << 31) - 1
 SIZE = Int(1, _INT32_MAX)  # The size of a dimension.
 SIZES = ListOf(SIZE)
+MAX_LAYERS = 4096
+NUM_LAYERS = Int(1, MAX_LAYERS)
 INDEX = Int(0, _INT32_MAX)  # A size that may be 0, or an index of a dimension.
 COUNT = Int(0)
 # Seeds number the micro-batches of all steps in 63 bits.

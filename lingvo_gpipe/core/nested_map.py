@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
-from lingvo_gpipe.core import nested_tree
+from lingvo_gpipe.core import domain, nested_tree
 
 
 class NestedMap(dict):
@@ -330,3 +330,19 @@ class NestedMap(dict):
 
 
 _RESERVED_KEYS = frozenset(dir(NestedMap))
+
+
+def _IsKey(value: Any) -> bool:
+  try:
+    NestedMap.CheckKey(value)
+  except ValueError:
+    return False
+  return True
+
+
+# Names that may become keys, such as the names of layers.
+KEY = domain.Domain(
+  'a name of letters, digits and _, no digit first, and not the name of a method of NestedMap',
+  _IsKey,
+  '',
+)

@@ -127,7 +127,8 @@ def TrainParams() -> hyperparams.Params:
     'learner',
     learner.Learner.Params(),
     'Params of the learner, or a list of Params if groups of weights have separate learners.',
-    domain.ParamsOf(learner.Learner) | domain.ListOf(domain.ParamsOf(learner.Learner)),
+    domain.ParamsOf(learner.Learner)
+    | domain.ListOf(domain.ParamsOf(learner.Learner), not_empty=True),
   )
   p.Define(
     'max_nonfinite_steps',

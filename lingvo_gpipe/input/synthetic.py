@@ -128,15 +128,15 @@ class SyntheticRegressionInput(_SyntheticInput):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('input_shape', [32], 'Shape of one example, such as [32] or [8, 8, 3].', domain.SIZES)
+    p.Define(
+      'input_shape',
+      [32],
+      'Shape of one example, such as [32] or [8, 8, 3].',
+      domain.ListOf(domain.SIZE, not_empty=True),
+    )
     p.Define('num_targets', 1, 'Number of values to predict.', domain.SIZE)
     p.Define('num_hidden', 8, 'Hidden units of the rule.', domain.SIZE)
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams):
-    super().__init__(params)
-    if not self.params.input_shape:
-      raise ValueError(f'{self._Context("input_shape")}: expected at least one size, got []')
 
   @functools.cached_property
   def _rule(self) -> tuple[tf.Tensor, tf.Tensor]:

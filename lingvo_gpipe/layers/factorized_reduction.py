@@ -22,7 +22,7 @@ class FactorizedReductionLayer(base_layer.BaseLayer):
     """Returns the Params of a FactorizedReductionLayer."""
     p = super().Params()
     p.Define('input_dim', 0, 'Number of input channels.', domain.SIZE)
-    p.Define('output_dim', 0, 'Number of output channels; must be even.', domain.SIZE)
+    p.Define('output_dim', 0, 'Number of output channels.', domain.Int(2, multiple_of=2))
     p.Define('activation', 'RELU', 'Name of the activation of the inputs.', activations.NAME)
     p.Define('conv_tpl', conv.Conv2DLayerNoPadding.Params(), 'Template of the convolutions.')
     p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norm.')
@@ -31,10 +31,6 @@ class FactorizedReductionLayer(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    if p.output_dim % 2:
-      raise ValueError(
-        f'{type(self).__name__} {p.name!r}: output_dim must be even, got {p.output_dim}'
-      )
     self._activation = activations.GetFn(p.activation)
     path = p.conv_tpl.Copy().Set(filter_shape=(1, 1, p.input_dim, p.output_dim // 2))
     self.CreateChildren('conv', [path, path])

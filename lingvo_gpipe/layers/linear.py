@@ -113,7 +113,12 @@ class FeedForwardNet(base_layer.BaseLayer):
     """Returns the Params of a FeedForwardNet."""
     p = super().Params()
     p.Define('input_dim', 0, 'Size of the last axis of the inputs.', domain.SIZE)
-    p.Define('hidden_layer_dims', [], 'Output sizes of the projections.', domain.SIZES)
+    p.Define(
+      'hidden_layer_dims',
+      [],
+      'Output sizes of the projections.',
+      domain.ListOf(domain.SIZE, not_empty=True),
+    )
     p.Define('projection_tpl', ProjectionLayer.Params(), 'Template of each projection.')
     p.Define(
       'dropout',
@@ -133,8 +138,6 @@ class FeedForwardNet(base_layer.BaseLayer):
     super().__init__(params)
     p = self.params
     num_layers = len(p.hidden_layer_dims)
-    if not num_layers:
-      raise ValueError(f'{type(self).__name__} {p.name!r}: hidden_layer_dims is empty')
     names = self._ForEach('activation', num_layers)
     dims = [p.input_dim, *p.hidden_layer_dims]
     projections = [

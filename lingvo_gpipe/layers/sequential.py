@@ -179,7 +179,7 @@ class SequentialLayer(base_layer.BaseLayer):
       'repeat',
       1,
       'Number of repetitions of the layers, each with its own weights.',
-      domain.Int(1, 4096),
+      domain.NUM_LAYERS,
     )
     return p
 

@@ -25,12 +25,8 @@ class StashLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a StashLayer."""
     p = super().Params()
-    p.Define('key', '', 'Name of the skip connection; unique in the sequence.')
+    p.Define('key', '', 'Name of the skip connection; unique in the sequence.', nested_map.KEY)
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    nested_map.NestedMap.CheckKey(self.params.key)
 
   @property
   def skips_out(self) -> tuple[str, ...]:
@@ -56,7 +52,7 @@ class PopLayer(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of a PopLayer."""
     p = super().Params()
-    p.Define('key', '', 'Name of the skip connection.')
+    p.Define('key', '', 'Name of the skip connection.', nested_map.KEY)
     p.Define(
       'combine',
       'add',
@@ -64,10 +60,6 @@ class PopLayer(base_layer.BaseLayer):
       domain.OneOf(*COMBINE),
     )
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    nested_map.NestedMap.CheckKey(self.params.key)
 
   @property
   def skips_in(self) -> tuple[str, ...]:

@@ -30,6 +30,11 @@ _PATTERNS = (
   'weight_decay_exclusion',
   'lp_regularizer_exclusion',
 )
+_NAME = domain.Domain(
+  'a name of lower-case letters, digits and _, a letter first',
+  lambda x: isinstance(x, str) and re.fullmatch('([a-z][a-z0-9_]*)?', x) is not None,
+  '',
+)
 _NUM_EXAMPLES = 4  # Paths that a message names.
 
 
@@ -58,7 +63,7 @@ class Learner:
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a learner."""
     p = hyperparams.InstantiableParams(cls)
-    p.Define('name', '', 'Name of this learner; required if the task has several learners.')
+    p.Define('name', '', 'Name of this learner; required if the task has several learners.', _NAME)
     p.Define(
       'learning_rate',
       1e-3,

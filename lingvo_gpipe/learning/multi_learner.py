@@ -7,7 +7,6 @@ finite, the whole step is skipped.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from lingvo_gpipe.learning import learner, shared_weights
 
 # Params that apply to the step as a whole.
 _COMMON = ('skip_nonfinite', 'num_accumulated_mini_batches')
-_NAME = re.compile(r'[a-z][a-z0-9_]*')
 
 
 def AsList(
@@ -45,11 +43,9 @@ def AsList(
   if not learners:
     raise ValueError(f'{param_path} is an empty list; it needs the Params of a learner')
   names = [p.name for p in learners]
-  bad = [name for name in names if not _NAME.fullmatch(name)]
-  if len(learners) > 1 and (bad or len(set(names)) < len(names)):
+  if len(learners) > 1 and ('' in names or len(set(names)) < len(names)):
     raise ValueError(
-      'several learners need different names of lower-case letters, digits and underscores; '
-      f'{param_path} has {", ".join(map(repr, names))}'
+      f'several learners need different names; {param_path} has {", ".join(map(repr, names))}'
     )
   for key in _COMMON:
     values = [p.Get(key) for p in learners]

@@ -22,7 +22,7 @@ class AmoebaNet(classifier.ImageClassifier):
     """Returns the Params of the network."""
     p = super().Params()
     p.Define('variant', 'D', 'Which cells: B or D.', domain.OneOf('B', 'D'))
-    p.Define('num_cells', 18, 'L: number of normal cells in all three stacks.', domain.Int(1, 4096))
+    p.Define('num_cells', 18, 'L: number of normal cells in all three stacks.', domain.NUM_LAYERS)
     p.Define('reduction_size', 256, 'D: channels of the states in the first stack.', domain.SIZE)
     p.Define('stem_filters', 32, 'Channels of the stem convolution.', domain.SIZE)
     p.Define(

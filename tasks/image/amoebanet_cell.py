@@ -92,7 +92,7 @@ class AmoebaNetCell(base_layer.BaseLayer):
     """Returns the Params of an AmoebaNetCell."""
     p = super().Params()
     p.Define('kind', 'd_normal', 'Name of the graph; see CELLS.', domain.OneOf(*CELLS))
-    p.Define('filters', 0, 'Channels of every state of the cell.', domain.SIZE)
+    p.Define('filters', 0, 'Channels of every state of the cell.', domain.Int(4, multiple_of=4))
     p.Define('input_dim', 0, 'Channels of the last cell.', domain.SIZE)
     p.Define(
       'previous_dim',
@@ -112,8 +112,6 @@ class AmoebaNetCell(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    if p.filters % 4:
-      raise ValueError(f'{self.path}: filters must be a multiple of 4, got {p.filters}')
     spec = CELLS[p.kind]
     builder = amoebanet_ops.OpBuilder(p.filters, p.batch_norm_tpl, p.drop_path_tpl)
     self.CreateChild('project_inputs', builder.Conv((1, 1), p.input_dim, p.filters))

@@ -84,9 +84,9 @@ class AuxiliaryHead(base_layer.BaseLayer):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of an AuxiliaryHead."""
     p = super().Params()
-    p.Define('key', 'aux_head', 'Name of the skip connection.')
+    p.Define('key', 'aux_head', 'Name of the skip connection.', nested_map.KEY)
     p.Define('input_dim', 0, 'Number of channels of the features.', domain.SIZE)
-    p.Define('input_size', 0, 'Height and width of the features, at least 5.', domain.SIZE)
+    p.Define('input_size', 0, 'Height and width of the features.', domain.Int(_WINDOW))
     p.Define('num_classes', 0, 'Number of classes.', domain.SIZE)
     p.Define(
       'scale', 0.4, 'Factor of the widths, 128 and 768, of the two convolutions.', domain.POSITIVE
@@ -97,12 +97,6 @@ class AuxiliaryHead(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    nested_map.NestedMap.CheckKey(p.key)
-    if p.input_size < _WINDOW:
-      raise ValueError(
-        f'{self.path}: features of {p.input_size}x{p.input_size} are too small for an auxiliary '
-        f'head, whose first window is {_WINDOW}x{_WINDOW}; use larger images or no auxiliary head'
-      )
     size = -(-(p.input_size - _WINDOW + 1) // _STRIDE)
     small, large = int(128 * p.scale), int(768 * p.scale)
     block = conv_batch_norm.ConvBatchNormLayer.Params().Set(

@@ -24,6 +24,8 @@ class LeNet5(classifier.ImageClassifier):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Returns the Params of the network."""
     p = super().Params()
+    p.Delete('image_size')
+    p.Define('image_size', 0, 'Height and width of the images.', domain.Int(4))  # Two pools of 2x2.
     p.Define('filter_size', 5, 'Height and width of the filters.', domain.SIZE)
     p.Define(
       'filters', [20, 50], 'Channels of the two convolutions.', domain.ListOf(domain.SIZE, 2)
@@ -37,8 +39,6 @@ class LeNet5(classifier.ImageClassifier):
 
   def _Layers(self) -> list[hyperparams.InstantiableParams]:
     p = self.params
-    if p.image_size < 4:
-      raise ValueError(f'{self.path}: expected images of at least 4x4, got {p.image_size}')
     window = (p.filter_size, p.filter_size)
     pool = pooling.PoolingLayer.Params().Set(
       window_shape=(2, 2), window_stride=(2, 2), padding='VALID'

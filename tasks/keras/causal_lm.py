@@ -49,7 +49,7 @@ class KerasCausalLm(model.LanguageModel):
         self.keras_model = keras_preset.Model(keras_class, p.preset, preprocessor=None)
       else:
         backbone = {'vocabulary_size': p.vocab_size, **p.backbone}
-        domain.Int(1, 4096).Check(f'{self.path}.backbone.num_layers', backbone.get('num_layers', 1))
+        domain.NUM_LAYERS.Check(f'{self.path}.backbone.num_layers', backbone.get('num_layers', 1))
         try:
           self.keras_model = keras_preset.New(keras_class, backbone, preprocessor=None)
         except (ArithmeticError, TypeError, ValueError) as e:

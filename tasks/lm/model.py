@@ -131,7 +131,7 @@ class TransformerLm(LanguageModel):
     p.Define('model_dim', 128, 'Size of the vectors between layers.', domain.SIZE)
     p.Define('hidden_dim', 512, 'Size of the feed-forward hidden layer.', domain.SIZE)
     p.Define('num_heads', 4, 'Number of attention heads.', domain.SIZE)
-    p.Define('num_layers', 4, 'Number of Transformer layers.', domain.Int(1, 4096))
+    p.Define('num_layers', 4, 'Number of Transformer layers.', domain.NUM_LAYERS)
     p.Define(
       'layers_per_block',
       1,

@@ -62,7 +62,7 @@ class TransformerMt(task.BaseTask):
       domain.SIZE,
     )
     p.Define(
-      'num_layers', 6, 'L: number of encoder layers, and of decoder layers.', domain.Int(1, 4096)
+      'num_layers', 6, 'L: number of encoder layers, and of decoder layers.', domain.NUM_LAYERS
     )
     p.Define(
       'share_embedding', True, 'Whether source and target share one table; the softmax has its own.'

@@ -346,8 +346,9 @@ def testALayerWithoutFPropRaises():
 
 
 def testALayerNeedsAName():
-  with pytest.raises(ValueError, match=naming.Naming('Scale', 'p.name')):
-    nested_layers.Scale(nested_layers.Scale.Params())
+  for name in ('', 'a b', 'keys'):
+    with pytest.raises(ValueError, match=naming.Naming('Scale', 'name', repr(name))):
+      nested_layers.Scale.Params().Set(name=name).Instantiate()
 
 
 def testAChildDoesNotReachItsParentsVariables():

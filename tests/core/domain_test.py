@@ -23,7 +23,9 @@ from tests import naming
     (domain.Number(), [-3e38, 10**30], [math.inf, -math.inf, math.nan, 1j, 1e300, -4e38, 10**400]),
     (domain.Number(below=1), [0.9999999], [0.99999999999]),  # 1 in float32.
     (domain.Int(1) | domain.NONE, [None, 1], [0, '']),
-    (domain.NAME, ['', 'layer_1', 'A'], ['A b', '1a', 'a.b', 'é', None]),
+    (nested_map.KEY, ['layer_1', 'A'], ['', 'A b', '1a', 'a.b', 'é', 'keys', '__x__', None]),
+    (domain.Int(4, multiple_of=4), [4, 8], [0, 6, 7]),
+    (domain.ListOf(domain.COUNT, not_empty=True), [[0]], [[], ()]),
     (domain.STR, ['', 'é', 'a\n'], ['\ud800', 'a\0', 1, None]),
     (domain.STR | domain.STRINGS, ['a', ['a', 'b'], ()], [1, [1], None]),
     (domain.OneOf('a', 'b'), ['a'], ['c', '', None, ['a']]),

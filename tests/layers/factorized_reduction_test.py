@@ -33,7 +33,9 @@ def testEachPixelCountsOnce(height, width):
 
 def testOddOutputDimRaises():
   p = factorized_reduction.FactorizedReductionLayer.Params()
-  with pytest.raises(ValueError, match=naming.Naming("'reduction'", 'output_dim', 'even', 3)):
+  with pytest.raises(
+    ValueError, match=naming.Naming("'reduction'", 'output_dim', 'multiple of 2', 3)
+  ):
     p.Set(name='reduction', input_dim=3, output_dim=3).Instantiate()
 
 

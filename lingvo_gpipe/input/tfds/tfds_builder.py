@@ -17,11 +17,18 @@ from typing import Any
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from lingvo_gpipe.core import files
-from lingvo_gpipe.input.records import tf_records
+from lingvo_gpipe.core import domain, files
+from lingvo_gpipe.input.records import tf_record_index, tf_records
 
 # Identifies the order of `Examples` in the key of a cache; older caches have another order.
 ORDER = 'file by file'
+
+# The domain of params.
+DATASET = domain.Domain(
+  'the name of a data set of TFDS, such as cifar10 or wmt14_translate/de-en',
+  lambda x: domain.STR.contains(x) and bool(x),
+  '',
+)
 
 _READ_AT_ONCE = 1000
 
@@ -59,6 +66,27 @@ def NumExamples(builder: tfds.core.DatasetBuilder, split: str, context: str) -> 
     raise ValueError(
       f'{context}: {Name(builder)} has the splits {list(builder.info.splits)}, got {split!r}'
     ) from e
+
+
+def FileRanges(
+  builder: tfds.core.DatasetBuilder, split: str, context: str
+) -> list[tf_record_index.FileRange]:
+  """Returns the records of a split in the order of the files, which are TFRecords.
+
+  Args:
+    builder: from `LoadPrepared`.
+    split: the split.
+    context: start of messages, such as 'TfdsImageInput: param dataset'.
+
+  Raises:
+    ValueError: the description of the data set is damaged.
+  """
+  with _ReadingFiles(builder, context):
+    instructions = builder.info.splits[split].file_instructions
+    return [
+      tf_record_index.FileRange(x.filename, x.skip, x.take, x.examples_in_shard)
+      for x in instructions
+    ]
 
 
 def CheckFeature(builder: tfds.core.DatasetBuilder, name: str, cls: type, context: str) -> None:
@@ -166,7 +194,7 @@ def Examples(
   """
   if not IsTfRecord(builder):
     _CheckSkips(builder, context, damaged)
-  with _Reading(f'the data set in {str(builder.data_path)!r}', str(builder.data_path), context):
+  with _ReadingFiles(builder, context):
     yield from _Examples(builder, split, names, context, damaged, decoders)
 
 
@@ -258,6 +286,13 @@ def _Reading(name: str, path: str, context: str) -> Iterator[None]:
     raise ValueError(
       f'{context}: {name} cannot be read: {kind}{files.OneLine(e)}. Check its name, or restore it'
     ) from e
+
+
+def _ReadingFiles(
+  builder: tfds.core.DatasetBuilder, context: str
+) -> contextlib.AbstractContextManager[None]:
+  path = str(builder.data_path)
+  return _Reading(f'the data set in {path!r}', path, context)
 
 
 def IsTfRecord(builder: tfds.core.DatasetBuilder) -> bool:

@@ -40,7 +40,7 @@ class TfdsImageInput(image_input.ImageInput):
   def Params(cls) -> hyperparams.InstantiableParams:
     """Params of a TfdsImageInput."""
     p = super().Params()
-    p.Define('dataset', '', 'Name of the data set in TFDS, such as cifar10.')
+    p.Define('dataset', '', 'Name of the data set in TFDS.', tfds_builder.DATASET)
     p.Define('split', 'train', 'Split of the data set, such as train[:90%].')
     p.Define('data_dir', '', 'Directory of the prepared data set; empty: the default of TFDS.')
     tf_records.DefinePolicy(p)
@@ -68,12 +68,6 @@ class TfdsImageInput(image_input.ImageInput):
       domain.Number(above=0, high=1),
     )
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    p = self.params
-    if not p.dataset:
-      raise ValueError(f'{self._Context("dataset")} is not set: name a data set, such as cifar10')
 
   # ---- the data set ----------------------------------------------------------------------------
 
@@ -105,7 +99,13 @@ class TfdsImageInput(image_input.ImageInput):
     return builder
 
   def _NumImages(self) -> int:
-    return self._NumPrepared() - self.NumDamaged()
+    num_images = self._NumPrepared() - self.NumDamaged()
+    if not num_images:
+      raise ValueError(
+        f'{self._Context("split")}: {tfds_builder.Name(self._builder)} has no intact image in '
+        f'{self.params.split!r}'
+      )
+    return num_images
 
   def _NumPrepared(self) -> int:
     return tfds_builder.NumExamples(self._builder, self.params.split, self._Context('split'))
@@ -131,10 +131,10 @@ class TfdsImageInput(image_input.ImageInput):
   @functools.cached_property
   def _records(self) -> tf_record_index.TfRecordIndex:
     """The examples of the split, in the order of the files."""
-    files = self._builder.info.splits[self.params.split].file_instructions
+    ranges = tfds_builder.FileRanges(self._builder, self.params.split, self._Context('dataset'))
     with tf.init_scope():  # Run now, not in the graph of a pipeline.
       return tf_record_index.TfRecordIndex(
-        [tf_record_index.FileRange(x.filename, x.skip, x.take, x.examples_in_shard) for x in files],
+        ranges,
         self._Context('damaged_records'),
         self.params.damaged_records,
       )

@@ -44,22 +44,13 @@ class TfdsPairs(parallel_text.ParallelText):
     p.Define(
       'datasets',
       [],
-      "Names of data sets in TFDS, such as ['wmt14_translate/de-en'].",
-      domain.STRINGS,
+      'Names of data sets in TFDS.',
+      domain.ListOf(tfds_builder.DATASET, not_empty=True),
     )
     p.Define('split', 'train', 'Split of the data sets, such as train[:90%].')
     p.Define('data_dir', '', 'Directory of the prepared data sets; empty: the default of TFDS.')
     tf_records.DefinePolicy(p)
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    datasets = self.params.datasets
-    if not isinstance(datasets, list | tuple) or not datasets or not all(datasets):
-      raise ValueError(
-        f'{self._Context("datasets")}: expected a list of names of data sets, such as '
-        f"['wmt14_translate/de-en'], got {datasets!r}"
-      )
 
   @functools.cached_property
   def _sources(self) -> list[_Source]:

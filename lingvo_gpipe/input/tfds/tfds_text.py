@@ -27,17 +27,12 @@ class TfdsTextInput(text_tokens.TextTokensInput):
   @classmethod
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
-    p.Define('dataset', '', 'Name of the data set in TFDS, such as lm1b.')
+    p.Define('dataset', '', 'Name of the data set in TFDS.', tfds_builder.DATASET)
     p.Define('split', 'train', 'Split of the data set, such as train[:90%].')
     p.Define('data_dir', '', 'Directory of the prepared data set; empty: the default of TFDS.')
     p.Define('feature', 'text', 'The feature that is the text.')
     tf_records.DefinePolicy(p)
     return p
-
-  def __init__(self, params: hyperparams.InstantiableParams) -> None:
-    super().__init__(params)
-    if not self.params.dataset:
-      raise ValueError(f'{self._Context("dataset")} is not set: name a data set, such as lm1b')
 
   @functools.cached_property
   def _builder(self) -> Any:

@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import files
+from lingvo_gpipe.core import domain, files
 from lingvo_gpipe.layers.keras import keras_variables
 
 # Keys with the number of layers in the configurations of KerasHub and Hugging Face.
 _LAYERS = re.compile(r'(n|num)_(\w+_)?layers?|\w+_layers')
-_MOST_LAYERS = 4096
 # Errors that say nothing about the files.
 _DEVICE_ERRORS = (
   tf.errors.AbortedError,
@@ -168,8 +167,8 @@ def _CheckLayers(config: Any) -> None:
   """Raises ValueError if a configuration asks for more layers than Keras could make in minutes."""
   for key, value in config.items() if isinstance(config, dict) else ():
     is_number = _LAYERS.fullmatch(str(key)) and isinstance(value, int)
-    if is_number and value > _MOST_LAYERS:
-      raise ValueError(f'{key} is {value}, more than {_MOST_LAYERS}')
+    if is_number and value > domain.MAX_LAYERS:
+      raise ValueError(f'{key} is {value}, more than {domain.MAX_LAYERS}')
     _CheckLayers(value)
 
 

@@ -251,7 +251,7 @@ def testManualDownloadIsMentioned(tmp_path):
 @pytest.mark.parametrize(
   'values, names',
   [
-    ({'dataset': ''}, ('param dataset', 'cifar10')),
+    ({'dataset': ''}, ('dataset', 'cifar10')),
     ({'dataset': 'minst'}, ('param dataset', "'minst'", 'mnist')),
     ({'num_classes': 3}, ('num_classes', '4 classes', 'label_offset is 0', 3)),
     ({'label_offset': 1}, ('num_classes', '4 classes', 'label_offset is 1')),
@@ -318,11 +318,12 @@ def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
   intact = path.read_bytes()
   begins = tf_records.RecordOffsets(str(path))
 
+  options = {'split': 'train[2:9]', 'shuffle': False, 'in_memory': in_memory, 'num_epochs': 1}
+
   def Reads(offset, **values):
     data = bytearray(intact)
     data[offset] ^= 1
     path.write_bytes(data)
-    options = {'split': 'train[2:9]', 'shuffle': False, 'in_memory': in_memory, 'num_epochs': 1}
     return _Input(str(copied), **{**options, **values})
 
   whole = _Input(data_dir, split='train[2:9]', shuffle=False, in_memory=in_memory, num_epochs=1)
@@ -343,6 +344,9 @@ def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
     prints.add(generator.Fingerprint())
   other = Reads(begins[6] + 20, damaged_records='skip')  # Other images, but the same number.
   assert len(prints | {other.Fingerprint()}) == 4
+  path.write_bytes(b'')
+  with pytest.raises(ValueError, match=naming.Naming(copied, "'train[2:9]'")):
+    next(batches.Batches(_Input(str(copied), **options, damaged_records='skip')))
   assert generator.Describe() == '4 examples (3 damaged records were left out)'
   assert _Input(data_dir, damaged_records='skip').Fingerprint() == _Input(data_dir).Fingerprint()
   noise = _Input('/nowhere', damaged_records='skip', num_fake_examples=3)

@@ -93,9 +93,7 @@ def testDamagedRecordsAreNamedOrSkippedAndCounted(data_dir, tmp_path):
 
 
 def testInvalidParamsAreNamed(data_dir, tmp_path):
-  with pytest.raises(
-    ValueError, match=naming.Naming('param datasets', "['wmt14_translate/de-en']", '[]')
-  ):
+  with pytest.raises(ValueError, match=naming.Naming('datasets', 'wmt14_translate/de-en', '[]')):
     _Input(data_dir, datasets=[])
   builder = f'tfds.builder("wmt14_translate/de-en", data_dir="{tmp_path}")'
   names = 'param datasets', 'python -c', builder, '--model=mt.cldr.Bilingual', 'num_fake_examples'

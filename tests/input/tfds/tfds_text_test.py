@@ -126,7 +126,7 @@ def testMissingDataSetGetsAdvice(tmp_path, vocab):
 @pytest.mark.parametrize(
   'values, names',
   [
-    ({'dataset': ''}, ('param dataset', 'lm1b')),
+    ({'dataset': ''}, ('dataset', 'TFDS')),
     ({'dataset': 'lm1bb'}, ('param dataset', "'lm1bb'", 'lm1b?')),
     ({'feature': 'label'}, ('param feature', "['text']", "'label'")),
     ({'split': 'dev'}, ("'dev'", "['train', 'test']")),

@@ -120,7 +120,7 @@ def testCheckBatch(labels, images, names):
     ({'label_smoothing': 1.0}, ('label_smoothing', '1.0')),
     ({'aux_loss_weight': -1.0}, ('aux_loss_weight', '-1.0')),
     ({'filters': [3]}, ('filters', 'list of 2', '[3]')),
-    ({'image_size': 3}, ('4x4', 3)),
+    ({'image_size': 3}, ('image_size', 4, 3)),
   ],
 )
 def testWrongParamsRaise(values, names):

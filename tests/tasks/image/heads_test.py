@@ -87,7 +87,7 @@ def _AuxiliaryLogits(layer, x):
 
 
 def testTooSmallFeaturesRaise():
-  with pytest.raises(ValueError, match=naming.Naming('4x4', '5x5', 'auxiliary head')):
+  with pytest.raises(ValueError, match=naming.Naming('AuxiliaryHead', 'input_size', 5, 4)):
     _Make(heads.AuxiliaryHead, input_dim=3, input_size=4, num_classes=4)
 
 
