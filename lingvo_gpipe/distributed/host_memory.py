@@ -29,7 +29,9 @@ def CheckBatch(name: str, spec: Any, devices: Sequence[str]) -> None:
   """
   if _AreLocal(devices):
     size = sum((x.shape.num_elements() or 0) * x.dtype.size for x in tf.nest.flatten(spec))
-    _Check(f'the examples of a batch of {name}', size, 'take smaller batches, or shorter examples')
+    CheckBytes(
+      f'the examples of a batch of {name}', size, 'take smaller batches, or shorter examples'
+    )
 
 
 def CheckWeights(
@@ -48,7 +50,7 @@ def CheckWeights(
     sizes = {path: w.num_elements * w.dtype.size for path, (w, _) in specs.items()}
     largest = max(sizes, key=sizes.__getitem__)
     advice = 'take a smaller model, or more machines'
-    _Check(f'weights such as {largest}', sum(sizes.values()), advice)
+    CheckBytes(f'weights such as {largest}', sum(sizes.values()), advice)
 
 
 def _Parse(device: str) -> tf.DeviceSpec:
@@ -67,7 +69,17 @@ def Bytes() -> int:
   return memory
 
 
-def _Check(content: str, num_bytes: int, advice: str) -> None:
+def CheckBytes(content: str, num_bytes: int, advice: str) -> None:
+  """Checks anything else.
+
+  Args:
+    content: the beginning of the message, in the plural.
+    num_bytes: its size.
+    advice: the end of the message.
+
+  Raises:
+    ValueError: it does not fit.
+  """
   memory = Bytes()
   if num_bytes > memory:
     raise ValueError(

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe.core import domain, hyperparams, nested_map
+from lingvo_gpipe.distributed import host_memory
 from lingvo_gpipe.input import base_input_generator, index_order
 
 
@@ -46,9 +47,15 @@ class _SyntheticInput(base_input_generator.BaseInputGenerator):
 
   def _RuleHashes(self, purpose: int, size: int) -> np.ndarray:
     """Returns uint64 [size], random numbers of the rule."""
+    self._CheckRule(size)
     with tf.init_scope(), tf.device('/device:CPU:0'):
       seed = self.params.data_seed * _NUM_PURPOSES + purpose
       return index_order.TensorHash64(seed, tf.range(size, dtype=tf.int64)).numpy()
+
+  def _CheckRule(self, size: int) -> None:
+    """Raises ValueError if `size` numbers of 64 bits exceed the memory."""
+    content = f'the numbers of the rule of {type(self).__name__} {self.params.name!r}'
+    host_memory.CheckBytes(content, 8 * size, 'take smaller sizes')
 
 
 # Purposes of random numbers; each one has its own seed.
@@ -83,6 +90,7 @@ class SyntheticLmInput(_SyntheticInput):
   def _powers(self) -> tf.Tensor:
     """int32 [j, vocab_size]: the permutation applied j times, for all j that a sequence needs."""
     p = self.params
+    self._CheckRule(p.vocab_size * (p.seq_len // p.order + 1))
     # Sorts hashes, as the streams of NumPy's generators change with its versions.
     permutation = np.argsort(self._RuleHashes(_NEXT_ID, p.vocab_size), kind='stable')
     powers = [np.arange(p.vocab_size)]

@@ -130,6 +130,19 @@ def testInvalidParamsAreNamed(make, params):
     make(**params)
 
 
+@pytest.mark.parametrize(
+  'make, params',
+  [
+    (_Lm, {'vocab_size': 2**31 - 1, 'seq_len': 2**20}),
+    (_Regression, {'num_hidden': 2**31 - 1}),
+    (_Regression, {'num_targets': 2**31 - 1, 'num_hidden': 2**10}),
+  ],
+)
+def testRuleMustFitTheMemory(make, params):
+  with pytest.raises(ValueError, match=naming.Naming('the rule', 'memory')):
+    make(num_examples=1, **params).Dataset()
+
+
 def testEmptyDataAreAnError():
   with pytest.raises(ValueError, match=naming.Naming('SyntheticLmInput', 'NumExamples()', 'empty')):
     _Lm(num_examples=0).Dataset()
