@@ -72,7 +72,7 @@ class Walk:
     """Returns the results that the next call on the stage's device waits for."""
     return [*self._last.get(s.device, []), *self._ending.get(s.device, [])]
 
-  def AwaitOffload(self, s: stage_lib.Stage, tensors: Any) -> None:
+  def RegisterOffload(self, s: stage_lib.Stage, tensors: Any) -> None:
     """Makes the call after the next one on the stage's device wait for tensors on the host."""
     self._copying.setdefault(s.device, []).extend(leaves.Tensors(tensors))
 
@@ -295,7 +295,7 @@ class Emission:
 
   def _Offload(self, s: stage_lib.Stage, m: int) -> None:
     on_host = self._copies.Offload(self._WaitingTensors(s, m), s.device, self._walk.Before(s))
-    self._walk.AwaitOffload(s, on_host)
+    self._walk.RegisterOffload(s, on_host)
     self._SetWaiting(s, m, on_host)
 
   def _Load(self, s: stage_lib.Stage, m: int) -> None:

@@ -309,7 +309,7 @@ def testOffloadThatFreesNothingIsCaught(fault, tmp_path, monkeypatch):
 
     monkeypatch.setattr(host_copies.HostCopies, '_Pass', Pass)
   elif fault == 'nothing waits':
-    monkeypatch.setattr(emission.Walk, 'AwaitOffload', lambda *_: None)
+    monkeypatch.setattr(emission.Walk, 'RegisterOffload', lambda *_: None)
   else:
     monkeypatch.setattr(emission.Emission, '_SetWaiting', lambda *_: None)
   with pytest.raises((AssertionError, KeyError, StopIteration)):
