@@ -89,16 +89,17 @@ class BackgroundSaver:
       self._Join()
       if self._lock is not None:
         self._lock.Check()
+      heartbeat.Begin(heartbeat.COPY)  # A worker may hang in the check, too.
       bad = _FindNonFinite({path: variables[path] for path in trained})
       if bad is not None:
         logging.warning('no checkpoint of step %d: %s is not finite', step, bad)
         return False
       if not self._in_background:
+        heartbeat.SuspendTimeout()
         self._Write(step, variables, metadata, options)
         self._RaiseError()
         return True
       self._copy_seconds = -time.perf_counter()
-      heartbeat.Begin(heartbeat.COPY)
       values = _CopyValues(step, variables, self._saver.workers)
       heartbeat.Step(heartbeat.COPY)
       self._copy_seconds += time.perf_counter()

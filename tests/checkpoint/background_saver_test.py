@@ -192,6 +192,27 @@ def testWritingSendsHeartbeatsAtItsBeginAndEnd(tmp_path, monkeypatch, in_backgro
   assert Signs() == [b'W', b'w']
 
 
+@pytest.mark.parametrize('in_background', [True, False])
+def testTheCheckOfWeightsHasTheTimeLimitOfACopy(tmp_path, monkeypatch, in_background):
+  """A worker may hang in it: after an outage of the network a call there was never answered."""
+  sent = []
+  monkeypatch.setattr(heartbeat, '_Send', sent.append)
+  find_non_finite = background_saver._FindNonFinite
+
+  def Find(weights):
+    sent.append('check')
+    return find_non_finite(weights)
+
+  monkeypatch.setattr(background_saver, '_FindNonFinite', Find)
+  saver = _Saver(tmp_path, in_background=in_background)
+  for value, following in ((1.0, b'c' if in_background else heartbeat.LONG), (np.nan, b'l')):
+    sent.clear()
+    saver.Save(1, {'v': tf.Variable(value)}, {}, trained=['v'])
+    at = sent.index('check')
+    assert sent[at - 1 : at + 2] == [b'C', 'check', following]
+    saver.Wait()
+
+
 def testTooLittleMemoryForTheCopyIsAnError(tmp_path, monkeypatch):
   def Fail(value):
     raise MemoryError()
