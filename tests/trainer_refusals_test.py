@@ -111,7 +111,7 @@ def testHarmlessChangesOfParamsPassAndAreLogged(trainer, copied):
   done = processes.Succeeded(trainer('Toy', copied, 4, 'task.train.save_max_to_keep:2'))
   assert naming.AnyLineNames(done.stdout, 'resuming', 'step 3')
   assert processes.Messages(done.stderr) == []
-  assert re.search('other Params: ~ task.train.save_max_to_keep : .* -> 2', done.stderr)
+  assert re.search(r'\bParams: ~ task\.train\.save_max_to_keep : .* -> 2\b', done.stderr)
 
 
 def testATaskThatOnlyAnEvaluatorUsesIsRefused(trainer, tmp_path):

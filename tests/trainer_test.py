@@ -70,7 +70,7 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
   _, done = undisturbed
   lines = done.stdout.splitlines()
   assert lines[0].startswith(f'{processes.MODEL}@params/lm/stdlib.py:')
-  assert '2 logical CPU devices' in lines[0]
+  assert naming.Names(lines[0], '2 logical CPU devices')
   header, *stages = [re.split(r' {2,}', line.strip()) for line in lines[1:4]]
   assert header == [
     'stage', 'layers', 'from', 'to', 'params', 'MFLOPs', 'share', 'idle', 'weights', 'activations',
@@ -81,9 +81,10 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
   assert abs(sum(float(row[6].rstrip('%')) for row in stages) - 100.0) < 0.2
   assert [row[-1] for row in stages] == ['device:CPU:0', 'device:CPU:1']
   num_params = sum(int(row[4].replace(',', '')) for row in stages)
-  assert lines[4].startswith('K=2 stages, M=2 micro-batches, gpipe, remat_policy stage; balance ')
-  assert f'{num_params:,} parameters' in lines[4]
-  assert re.match(r'predicted: bubble \d+\.\d% of a step \(33\.3% if stages were equal\)', lines[5])
+  assert naming.Names(lines[4], 'K=2', 'M=2', 'gpipe', 'remat_policy stage', 'balance')
+  assert naming.Names(lines[4], f'{num_params:,} parameters')
+  assert naming.Names(lines[5], 'predicted', '33.3%', 'equal')
+  assert re.search(r'\bbubble \d+\.\d%', lines[5])
   # Through a pipe: plain lines, with the first and the last step.
   progress = [line for line in lines if line.startswith('step ')]
   assert re.match(
@@ -96,7 +97,7 @@ def testPrintsPlanProgressAndEvaluation(undisturbed):
   )
   assert '\x1b' not in done.stdout and '\r' not in done.stdout
   match = re.search(
-    rf'^Test at step {END}: ([\d.]+) bits per byte; order-0 entropy of the same bytes: ([\d.]+)$',
+    rf'^Test at step {END}: ([\d.]+) bits per byte; order-0 .*: ([\d.]+)$',
     done.stdout,
     re.MULTILINE,
   )
@@ -133,7 +134,8 @@ def testLeavesDescriptionsCheckpointsAndSummaries(undisturbed, monkeypatch):
   (half, _), (step, bits) = evaluated['bits_per_byte']
   decoded = sorted(path.name for path in (logdir / 'decode_dev').glob('*.jsonl'))
   assert decoded == [f'decode-{step:08d}.jsonl' for step in (END // 2, END)]
-  assert half == END // 2 and step == END and f'{bits:.3f} bits per byte' in done.stdout
+  assert half == END // 2 and step == END
+  assert naming.AnyLineNames(done.stdout, f'step {END}', f'{bits:.3f} bits per byte')
   score = (logdir / 'eval_test' / f'score-{END:08d}.txt').read_text()
   assert re.search(r'^bits_per_byte: [\d.]+$', score, re.MULTILINE)
 
@@ -227,10 +229,10 @@ def testSignalsSaveAndLeave(project, forks, tmp_path):
     os.kill(pid, number)
     done = forks.Wait()
     assert done.returncode == 128 + number, done.stderr
-    start = f'resuming from step {step} ' if step else 'starting a new run'
-    assert re.search(f'^{start}', done.stdout, re.MULTILINE), done.stdout
+    start = ['resuming', f'step {step}'] if step else ['starting', 'new run']
+    assert naming.AnyLineNames(done.stdout, *start), done.stdout
     match = re.search(
-      rf'^stopped by {number.name} after step (\d+); the checkpoint is saved$',
+      rf'^stopped\b.*\b{number.name}\b.*\bstep (\d+)\b.*\bcheckpoint\b.*\bsaved$',
       done.stdout,
       re.MULTILINE,
     )

@@ -103,7 +103,7 @@ def testALayerThatFailsIsNamed(project, forks, tmp_path, key, status, message):
   assert text.startswith('Traceback') and f'File "{file}"' in text
   if key == 'Failing':
     assert naming.Names(line, 'layer', 'mine.stack.layers[1] (Bounded)', 'out of bounds')
-    match = re.fullmatch(r'.* after step (\d+); .* over', *more)
+    match = re.fullmatch(r'.*\bafter step (\d+)\b.*\bover', *more)
     assert match and f'step {int(match[1]) + 1}/40' not in done.stdout
 
 
@@ -112,7 +112,7 @@ def testCheckNumericsNamesTheLayer(project, forks, tmp_path):
   done = forks.Run('trainer', *args, cwd=project)
   assert done.returncode == 1
   line, resume = processes.Messages(done.stderr)
-  assert re.fullmatch(r'.* after step \d+; .* over', resume)
+  assert re.fullmatch(r'.*\bafter step \d+\b.*\bover', resume)
   assert re.match(r'step \d+ .* micro-batch [01]: \d+ NaN and \d Inf ', line)
   assert naming.Names(line, 'mine.stack.layers[1] (Logarithm)', 'stage 0', 'float32[4, 3]')
   assert naming.Names(line, 'output', 'inputs are finite', 'weights finite')

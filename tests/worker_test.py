@@ -116,7 +116,7 @@ def testTheTrainerWritesEverythingIfAWorkerDoesNotSeeTheDirectory(forks, project
   done = processes.Succeeded(forks.Run('trainer', *args, cwd=project))
   (mode,) = _Parts(project / 'unseen', 1)
   assert mode not in worker_processes.UMASKS.values()
-  (line,) = [x for x in done.stderr.splitlines() if 'Checkpoints are written ' in x]
+  (line,) = [x for x in done.stderr.splitlines() if naming.Names(x, 'Checkpoints', 'process')]
   path = '/proc/self/cwd/unseen/train'
   assert naming.Names(line, 'alone', 'worker 0', path, f'{path}/ckpt-00000000')
   assert len(list(project.glob('unseen/train/ckpt-*'))) == 2
@@ -166,14 +166,16 @@ def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hos
   processes.AssertSameTensors(on_workers, expected)
   assert naming.AnyLineNames(done.stderr, '4 CPU devices', '3 workers', ', '.join(workers))
   # By the process that restarts the workers, and by the process that trains.
-  assert done.stderr.count(f' at localhost:{chief}.\n') == 2
+  lines = done.stderr.splitlines()
+  assert [naming.Names(line, f'localhost:{chief}') for line in lines].count(True) == 2
   assert 'cuInit' not in done.stderr  # The run does not ask for a GPU.
   # A process had used two of the three workers.
   assert [_NumRestarts(log) - n for log, n in zip(logs, before, strict=True)] == [1, 1, 0]
 
 
 def _NumRestarts(log):
-  return log.read_text().count('restarting this worker')
+  lines = log.read_text().splitlines()
+  return [naming.Names(line, 'restarting', 'worker') for line in lines].count(True)
 
 
 def testTestsChooseOtherPortsWithTheSameSeed():

@@ -38,7 +38,7 @@ def testTheTableListsGoodAndDamagedCheckpoints(tmp_path):
   assert not are_whole
   lines = text.splitlines()
   assert lines[1].endswith('yes') and ' no: ' in lines[2]
-  assert lines[3].startswith('ckpt-00000009.json') and 'commit file' in lines[3]
+  assert naming.Names(lines[3], 'ckpt-00000009.json', 'commit')
   # Shows the contents of the newest readable checkpoint.
   assert 'ckpt-00000007.json:' in lines
   assert [info.step for info in infos] == [7, 1234]

@@ -30,7 +30,7 @@ def _Checkpoint(text):
 
 def _CheckLogged(caplog, overrides):
   """Asserts that each change was logged once, at level INFO."""
-  messages = [r.getMessage() for r in caplog.records if 'other Params' in r.getMessage()]
+  messages = [r.getMessage() for r in caplog.records if naming.Names(r.getMessage(), 'Params')]
   assert len(messages) == overrides.count(':') - overrides.count('py:')
   assert all(r.levelname == 'INFO' for r in caplog.records)
 
@@ -198,7 +198,7 @@ def testAnEvaluationMayReadOtherData(saved, caplog):
   params = registry.GetParams(processes.MODEL, 'Test')
   params.input.batch_size = 2
   params_change.CheckEvaluated(saved, params, allow=False)
-  assert not [r for r in caplog.records if 'other Params' in r.getMessage()]
+  assert not [r for r in caplog.records if naming.Names(r.getMessage(), 'Params')]
 
 
 def testManyDifferencesAreCounted(saved):

@@ -20,8 +20,7 @@ def _Local(kind, n):
 def testCreatesLogicalDevicesInAFreshProcess(forks):
   done = processes.Succeeded(forks.Run(processes.Program('fresh_devices')))
   error, is_described = done.stdout.splitlines()
-  assert error.startswith('4 devices needed') and '3 logical CPU devices' in error
-  assert 'Cluster.Create(4) before' in error
+  assert naming.Names(error, '4 devices', '3 logical CPU devices', 'Cluster.Create(4)')
   assert is_described == 'True'
 
 
@@ -30,7 +29,7 @@ def testUsesTheDevicesOfAStartedTensorFlow():
   assert cluster.Cluster.Create(2, platform='cpu').devices == _Local('CPU', 2)
   assert cluster.Cluster.Create(2, 3, platform='cpu').devices == _Local('CPU', 3)
   assert cluster.Cluster.Create(2, 9, platform='cpu').devices == _Local('CPU', 4)
-  assert cluster.Cluster.Create(platform='cpu').Describe().startswith('1 logical CPU device on ')
+  assert naming.Names(cluster.Cluster.Create(platform='cpu').Describe(), '1 logical CPU device')
   with pytest.raises(
     ValueError, match=naming.Naming('5 devices', '4 logical CPU devices', 'Cluster.Create(5)')
   ):
@@ -109,7 +108,7 @@ def testWrongIndicesAreAnError(eight_gpus, indices, platform, names):
 
 
 def testCpuPlatformHidesGpus(eight_gpus):
-  assert 'GPUs unused)' in cluster.Cluster.Create(1, platform='cpu').Describe()
+  assert naming.Names(cluster.Cluster.Create(1, platform='cpu').Describe(), '8 GPUs', 'unused')
   assert eight_gpus.visible == []
 
 
@@ -125,7 +124,7 @@ def testASplitGpuCountsAsItsLogicalDevices(eight_gpus):
   c = cluster.Cluster.Create(4, indices=[2, 0])
   assert eight_gpus.visible == [eight_gpus.physical[i] for i in (0, 2)]
   assert c.devices == [_Local('GPU', 5)[i] for i in (2, 3, 4, 0, 1)]
-  assert 'logical devices of 2 cards' in c.Describe()
+  assert naming.Names(c.Describe(), 'logical', '2 cards')
   assert cluster.Cluster.Create().devices == _Local('GPU', 5)
 
 

@@ -318,7 +318,7 @@ def testDecoratorReturnsTheClassAndATestClassHasAShortKey(project):
   assert registry.GetClass('test.Mine') is Mine
   with pytest.raises(LookupError, match=naming.Naming("'test.Mine2'", 'test.Mine?')):
     registry.GetClass('test.Mine2')
-  with pytest.raises(ValueError, match=r'key test\.Mine: .*registry_test\.py:\d+ and .*:\d+'):
+  with pytest.raises(ValueError, match=r'\btest\.Mine\b.*registry_test\.py:\d+\b.*:\d+'):
 
     @registry.RegisterSingleTaskModel
     class Mine(registry.SingleTaskModelParams):  # noqa: F811

@@ -192,9 +192,9 @@ def testADamagedPresetIsRefusedInOneLine(preset, tmp_path, file, content):
     (tmp_path / 'gpt2' / file).unlink()
   else:
     (tmp_path / 'gpt2' / file).write_bytes(content)
-  with pytest.raises(ValueError, match=f'^cannot read the preset {path!r}: .+$') as e:
+  with pytest.raises(ValueError, match=naming.Naming('preset', repr(path))) as e:
     _Pipe(path)
-  assert type(e.value) is ValueError
+  assert type(e.value) is ValueError and '\n' not in str(e.value)
 
 
 def testAPresetOfVeryManyLayersIsRefusedAtOnce(preset, tmp_path):
@@ -238,8 +238,9 @@ def testADamagedDirectoryOfHuggingFaceIsRefusedInOneLine(tmp_path, file, content
   pytest.importorskip('safetensors')
   hugging_face.Write(tmp_path, num_files=3)
   (tmp_path / file).write_bytes(content)
-  with pytest.raises(ValueError, match=f'^cannot read the preset {str(tmp_path)!r}: .+$'):
+  with pytest.raises(ValueError, match=naming.Naming('preset', f"'{tmp_path}'")) as e:
     _Pipe(str(tmp_path))
+  assert '\n' not in str(e.value)
 
 
 @pytest.mark.parametrize(('num_files', 'dtype'), [(1, 'F32'), (3, 'BF16')])

@@ -54,7 +54,7 @@ def testHintForAStreamReadsItFromTheStart():
   with pytest.raises(tf.errors.InvalidArgumentError) as e:
     list(batches.Batches(source))
   note, hint = e.value.__notes__
-  assert 'at example 8 of' in note and ' Dataset() of Params.Instantiate() ' in hint
+  assert naming.Names(note, 'example 8') and naming.Names(hint, 'Dataset()', 'Params.Instantiate()')
 
 
 def testLostWorkerGetsNoHintAboutTheData(monkeypatch):

@@ -140,8 +140,8 @@ def testAChangedMetricStartsOver(caplog):
   after = _Make(metric='accuracy', minimize=False)
   after.Restore(before.State())
   assert after.best_step is None
-  assert naming.Names(caplog.text, 'metric', 'minimize', 'train.early_stop')
-  assert 'step was 10' in caplog.text
+  (message,) = caplog.messages
+  assert naming.Names(message, 'metric', 'minimize', 'train.early_stop', 'best', 10)
 
 
 if __name__ == '__main__':

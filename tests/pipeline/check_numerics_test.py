@@ -50,7 +50,7 @@ def _Explain(sub, x=None, side=None, *, change=None, loss_fn=stacks.SquareLoss, 
   assert '\n' not in text
   for v, value in zip(stack.variables, before, strict=True):
     np.testing.assert_array_equal(v, value)
-  assert ('every output' in text) == is_finite, text
+  assert naming.Names(text, 'every', 'finite') == is_finite, text
   return text
 
 
@@ -59,18 +59,16 @@ def _At(row, value):
   return tf.tensor_scatter_nd_update(tf.ones([_BATCH, _DIM]), [[row, 1]], [value])
 
 
-def _Check(text, *words):
-  for word in words:
-    assert word in text, text
+def _Check(text, *parts):
+  assert naming.Names(text, *parts), text
 
 
 def testANonfiniteOutputIsReported():
   sub = [_Layer(), _Layer(), _Layer(lambda w, x: tf.math.log(x) * w), _Layer()]
   _Check(
     _Explain(sub, _At(3, -1.0)),
-    'first value that is not finite is the output of layer stack.layers[2] (FnLayer) in stage 1, '
-    'micro-batch 1: 1 NaN and 0 Inf in float32[2, 3], the others are in [0, 0]',
-    'its inputs are finite, its weights finite',
+    *('output of layer stack.layers[2] (FnLayer)', 'stage 1', 'micro-batch 1', '1 NaN', '0 Inf'),
+    *('float32[2, 3]', '[0, 0]', 'inputs are finite', 'weights finite'),
   )
 
 
@@ -78,19 +76,19 @@ def testANonfiniteComplexOutputIsReported():
   sub = [_Layer(lambda w, x: tf.complex(x, tf.math.log(x) * w)), _Layer(lambda w, z: tf.abs(z) * w)]
   _Check(
     _Explain([*sub, _Layer()], _At(3, -1.0)),
-    'output of layer stack.layers[0] (FnLayer) in stage 0, micro-batch 1: 1 NaN and 0 Inf in '
-    'complex64[2, 3], the others are in [-1, 1]',
+    *('output of layer stack.layers[0] (FnLayer)', 'stage 0', 'micro-batch 1', '1 NaN', '0 Inf'),
+    *('complex64[2, 3]', '[-1, 1]'),
   )
 
 
 def testANonfiniteInputIsReported():
   text = _Explain([_Layer()] * 4, _At(5, np.inf))
-  _Check(text, 'batch is at fault: input of micro-batch 2: 0 NaN and 1 Inf in float32[2, 3]')
+  _Check(text, 'fault: input of micro-batch 2', '0 NaN', '1 Inf', 'float32[2, 3]')
 
 
 def testANonfiniteLossInputIsReported():
   side = tf.constant([1.0, 1.0, 1.0, np.nan, 1.0, 1.0])
-  _Check(_Explain([_Layer()] * 4, side=side), 'batch is at fault: loss input of micro-batch 1')
+  _Check(_Explain([_Layer()] * 4, side=side), 'fault: loss input of micro-batch 1')
 
 
 def testANonfiniteWeightIsReported():
@@ -98,8 +96,8 @@ def testANonfiniteWeightIsReported():
     stack.layers[1].vars.w.assign([1.0, np.nan, np.inf])
 
   text = _Explain([_Layer()] * 4, change=Change)
-  words = 'stack.layers[1] (FnLayer) in stage 0, micro-batch 0: 2 NaN and 2 Inf in float32[2, 3]'
-  _Check(text, f'output of layer {words}', 'its inputs are finite, its weights 1 NaN and 1 Inf')
+  _Check(text, 'output of layer stack.layers[1] (FnLayer)', 'stage 0', 'micro-batch 0')
+  _Check(text, '2 NaN', '2 Inf', 'float32[2, 3]', 'inputs are finite', 'weights 1 NaN and 1 Inf')
 
 
 @pytest.mark.parametrize('place, stage', [(1, 0), (3, 1)])
@@ -109,9 +107,8 @@ def testANonfiniteGradientOfAnInputIsReported(place, stage):
   sub[place] = _Layer(lambda w, x: tf.sqrt(x) * w)
   _Check(
     _Explain([*sub, _Layer(lambda w, x: x * w + 1.0)], _At(2, 0.0)),
-    f'gradient of its input of layer stack.layers[{place}] (FnLayer) in stage {stage}, '
-    'micro-batch 1: ',
-    'its inputs are finite, its weights finite, the gradient of its output finite',
+    *(f'gradient of its input of layer stack.layers[{place}] (FnLayer)', f'stage {stage}'),
+    *('micro-batch 1', 'inputs are finite', 'weights finite', 'gradient of its output finite'),
   )
 
 
@@ -122,9 +119,8 @@ def testANonfiniteGradientOfAWeightIsReported():
 
   _Check(
     _Explain([_Layer(), _Layer(Scale), _Layer()]),
-    'gradient of the weight stack.layers[1].w of layer stack.layers[1] (FnLayer) in stage 0, '
-    'micro-batch 0: 0 NaN and 3 Inf in float32[3]',
-    'the gradient of its output finite',
+    *('gradient of the weight stack.layers[1].w', 'stack.layers[1] (FnLayer)', 'stage 0'),
+    *('micro-batch 0', '0 NaN', '3 Inf', 'float32[3]', 'gradient of its output finite'),
   )
 
 
@@ -136,10 +132,9 @@ def testANonfiniteLossIsReported():
     return {'loss': (tf.reduce_sum(outputs[0][:, 0] * side) / (total * (total - 4.0)), total)}
 
   side = tf.constant([1.0, 1.0, 0.0, 0.0, 2.0, 2.0])
-  _Check(
-    _Explain([_Layer()] * 3, side=side, loss_fn=Loss),
-    'the loss of micro-batch 2 in stage 1 is the first value that is not finite: 0 NaN and 1 Inf',
-  )
+  text = _Explain([_Layer()] * 3, side=side, loss_fn=Loss)
+  _Check(text, 'loss of micro-batch 2', 'stage 1', '0 NaN', '1 Inf')
+  assert not naming.Names(text, 'gradient')
 
 
 def testANonfiniteGradientOfALossIsReported():
@@ -148,15 +143,15 @@ def testANonfiniteGradientOfALossIsReported():
     return {'loss': (tf.reduce_sum(tf.sqrt(outputs[0] - 1.0)), total)}
 
   text = _Explain([_Layer()] * 3, loss_fn=Loss)
-  _Check(text, 'the gradient of the loss of micro-batch 0 in stage 1', '6 Inf', 'the loss is 0')
+  _Check(text, 'gradient of the loss', 'micro-batch 0', 'stage 1', '6 Inf', 'loss is 0')
 
 
 def testANonfiniteAuxiliaryLossIsReported():
   x = tf.tensor_scatter_nd_update(tf.ones([_BATCH, _DIM]), [[2, 0]], [0.0])
   _Check(
     _Explain([_Layer(), _Layer(), _AddsLogarithm(), _Layer()], x),
-    "auxiliary loss 'log' of layer stack.layers[2] (AuxLossLayer) in stage 1, micro-batch 1: "
-    '0 NaN and 1 ',
+    *("auxiliary loss 'log'", 'stack.layers[2] (AuxLossLayer)', 'stage 1', 'micro-batch 1'),
+    *('0 NaN', '1 Inf'),
   )
 
 
@@ -178,8 +173,8 @@ def testGradientsOfSkipsAndAuxiliaryLossesComeDown():
   sub[0] = _Layer(lambda w, x: Break(x * w))
   _Check(
     _Explain(sub),
-    'gradient of the weight stack.layers[0].w of layer stack.layers[0] (FnLayer) in stage 0',
-    'the gradient of its output finite',
+    *('gradient of the weight stack.layers[0].w', 'stack.layers[0] (FnLayer)', 'stage 0'),
+    'gradient of its output finite',
   )
 
 
@@ -205,7 +200,7 @@ def testAnOverflowingSumOfGradientsIsReported():
     return {'loss': (6e37 * tf.reduce_sum(outputs[0][:, 0]), tf.reduce_sum(side))}
 
   text = _Explain([_Layer()] * 3, loss_fn=Loss, is_finite=True)
-  _Check(text, 'largest gradient is 2.4e+38, of stack.layers[')
+  _Check(text, 'largest gradient', '2.4e+38', 'stack.layers')
 
 
 def testAnEngineWithoutALossIsRefused():

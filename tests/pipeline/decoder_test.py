@@ -241,7 +241,7 @@ def testArgumentsThatDoNotFitAreNamed():
     stack.ExtendStep(states, step_ids[:2], time_step=3)
   with pytest.raises(ValueError, match=naming.Naming('6 positions', 'max_length 4')) as e:
     stack.Prefill(ids, max_length=4)
-  assert any('in stage 0 ' in note and '0F0' in note for note in e.value.__notes__)
+  assert any(naming.Names(note, 'stage 0', '0F0') for note in e.value.__notes__)
   for rows in ([0, 7], [-1], [[0]], [0.5], []):
     with pytest.raises(ValueError, match=naming.Naming('stack', '0 to 6')):
       stack.ReorderStates(states, rows)
@@ -256,7 +256,7 @@ def testTheErrorNamesTheFailingStageAmongEqualStages():
     stack.Prefill(x, max_length=_MAX)
   notes = '\n'.join(e.value.__notes__)
   assert 'stack.layers[2] (DoublingLayer), given (float32[2, 6, 32])' in notes
-  assert 'in stage 2 (stack.layers[2])' in notes
+  assert naming.AnyLineNames(notes, 'stage 2 (stack.layers[2])')
 
 
 @pytest.mark.parametrize(

@@ -189,9 +189,11 @@ def testTheCutShowsTheSlices():
   cut = stack.MakeCut(*inputs)
   text = cut.Table()
   assert sum(cut.vocabulary) == _VOCAB
-  assert f'layers[4][0:{cut.vocabulary[0]}]' in text and '2 slices of the vocabulary' in text
-  assert f'{text_table.FormatBytes(max(cut.device_bytes))} on the fullest device' in text
-  assert 'the slices copy their weights in each step, from stage 1' in text
+  assert f'layers[4][0:{cut.vocabulary[0]}]' in text
+  assert naming.AnyLineNames(text, '2 slices', 'vocabulary')
+  bytes_of_device = text_table.FormatBytes(max(cut.device_bytes))
+  assert naming.AnyLineNames(text, f'{bytes_of_device} on the fullest')
+  assert naming.AnyLineNames(text, 'slices', 'copy', 'step', 'stage 1')
   assert sum(s.share for s in cut.stages) == pytest.approx(1)
   # The slices are copies with gradients; the slice beside the last stage has the softmax itself.
   plain = _Stack(_SIMPLE.Params(), num_stages=2, num_micro_batches=4)

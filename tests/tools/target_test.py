@@ -93,7 +93,9 @@ def testTransfersOfGpusOccupyThem(machines, kind, transfers):
 
 def testHostsWithDifferentNumbersOfDevicesAreRejected(machines):
   machines[:] = 'ab'
-  with pytest.raises(ValueError, match='equally many devices, .*2, 1: '):
+  with pytest.raises(
+    ValueError, match=naming.Naming('hosts', 'devices', '2, 1', 'devices_per_host')
+  ):
     _Describe([2, 1])
 
 

@@ -40,7 +40,7 @@ def testVocabularyOfAnExperiment(folder, forks):
   done = forks.Run(_PROGRAM, '--model=text.Lines', cwd=folder)
   assert done.returncode == 2
   (line,) = processes.Messages(done.stderr)
-  assert 'vocab/lines.model exists' in line
+  assert naming.Names(line, 'vocab/lines.model', 'exists')
 
 
 def testVocabularyOfColumns(folder, forks):

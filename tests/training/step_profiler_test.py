@@ -81,11 +81,11 @@ def testAResumedRunProfilesOnlyItsRemainingSteps(run, capsys):
   assert naming.AnyLineNames(capsys.readouterr().out, '--profile_steps=3,4', 'nothing', 'step 5')
   _Train(run, (6, 8), max_steps=8)
   out = capsys.readouterr().out
-  assert '--profile_steps=6,8: step 7 compiles' in out
+  assert naming.AnyLineNames(out, '--profile_steps=6,8', 'step 7', 'compiles')
   match = re.search(
-    r'^profiled steps 7 to 8: [\d.]+ ms a step; bubble [\d.]+% measured, [\d.]+% simulated '
+    r'^profiled steps 7 to 8: [\d.]+ ms\b.* [\d.]+% measured, [\d.]+% simulated\b'
     # TensorFlow may leave an action of a step that compiles out of its trace.
-    r'with the measured times, [\d.]+% predicted by flops(; actions missing in the trace: \d+)?\n'
+    r'[^;\d]* [\d.]+% predicted\b[^;\d]*(; .*\bmissing\b.*: \d+)?\n'
     rf'picture: {run}/timeline_6_8.html; ',
     out,
     re.MULTILINE,
@@ -98,7 +98,7 @@ def testAPictureThatCannotBeWrittenDoesNotEndTheTraining(tmp_path, capsys):
   (tmp_path / 'train').mkdir()
   (tmp_path / 'train' / 'plugins').write_text('')
   _Train(tmp_path, (2, 2), max_steps=2)
-  assert '--profile_steps=2,2: no picture' in capsys.readouterr().out
+  assert naming.AnyLineNames(capsys.readouterr().out, '--profile_steps=2,2', 'no picture')
   assert processes.Steps(tmp_path) == [2] and _Pages(tmp_path) == []
 
 
@@ -123,7 +123,7 @@ def testMiniBatchesOfAnUpdateAreDrawnOneByOne(tmp_path, capsys):
   """The run ends before the last step to profile."""
   _Train(tmp_path, (2, 3), 3, epochs=1, num_accumulated_mini_batches=4)
   out = capsys.readouterr().out
-  assert 'profiled step 2: ' in out
+  assert naming.AnyLineNames(out, 'profiled', 'step 2')
   page = (tmp_path / 'timeline_2_3.html').read_text()
   assert page.count('<rect class="measured" data-action="1B2" data-step="2"') == 4
   assert re.findall('<h2>(.*?): ', page) == [f'step 2, mini-batch {i}' for i in range(1, 5)]

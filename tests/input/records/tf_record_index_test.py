@@ -92,7 +92,7 @@ def testDamageAfterTheStartIsNamed(paths, damaged):
 @pytest.mark.parametrize('damaged', ['stop', 'skip'])
 def testAMissingFileIsNamed(paths, damaged):
   paths[1].unlink()
-  with pytest.raises(OSError, match=f"'{re.escape(str(paths[1]))}' cannot be read: "):
+  with pytest.raises(OSError, match=naming.Naming(f"'{paths[1]}'", 'read')):
     _Index(paths, damaged)
 
 

@@ -68,7 +68,7 @@ def testDamagedRecordsAreSkippedAndCountedOrRaise(tmp_path, caplog, changes, cut
   assert _Numbers(path, 'skip') == intact
   warning = caplog.records[-1].getMessage()
   num_skipped = max(len(changes), 1) + (cut == -50)
-  assert warning.startswith(f'{path}: {num_skipped} of ') and 'were skipped' in warning
+  assert naming.Names(warning, path, f'{num_skipped} of', 'skipped')
   with pytest.raises(ValueError, match=naming.Naming(path, 'record', 'byte', 'param', 'skip')):
     _Numbers(path, 'stop')
 

@@ -59,7 +59,7 @@ def testAFileThatVanishesIsNamed(tmp_path):
   path.unlink()
   source._Files = lambda: files
   for read in (lambda: next(pairs), source._SourceParts):
-    with pytest.raises(OSError, match=r"param file_pattern: '.*a\.tsv' cannot be read: "):
+    with pytest.raises(OSError, match=naming.Naming('param file_pattern', f"'{path}'", 'read')):
       read()
 
 

@@ -235,7 +235,7 @@ def testAdvisedCommandPreparesTheDataSet(tmp_path):
   data_dir = str(tmp_path / "an 'odd' place")
   with pytest.raises(ValueError) as caught:
     _Input(data_dir).Fingerprint()
-  (arguments,) = re.findall('run `python( .*)`, which needs', str(caught.value))
+  (arguments,) = re.findall('`python( -c .*)`', str(caught.value))
   option, code = shlex.split(arguments)
   assert option == '-c'
   exec(code, {'__name__': '__main__'})
@@ -347,7 +347,7 @@ def testDamagedRecordsAreLeftOutAndCounted(data_dir, tmp_path, in_memory):
   path.write_bytes(b'')
   with pytest.raises(ValueError, match=naming.Naming(copied, "'train[2:9]'")):
     next(batches.Batches(_Input(str(copied), **options, damaged_records='skip')))
-  assert generator.Describe() == '4 examples (3 damaged records were left out)'
+  assert naming.Names(generator.Describe(), '4 examples', '3 damaged records')
   assert _Input(data_dir, damaged_records='skip').Fingerprint() == _Input(data_dir).Fingerprint()
   noise = _Input('/nowhere', damaged_records='skip', num_fake_examples=3)
   assert (noise.NumExamples(), noise.NumDamaged()) == (3, 0)

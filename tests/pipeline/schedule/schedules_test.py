@@ -418,7 +418,7 @@ def testARegisteredFunctionThatMakesAnotherSize(monkeypatch):
     (('looped_bfs', 3, 4, 4), ['at least 1', '3 stages for 4 devices', 'make it 4 stages']),
   ]
   + [
-    ((name, 4, 2, 2), [name, 'needs one stage on each device, got 4 stages for 2 devices', 'use'])
+    ((name, 4, 2, 2), [name, 'one stage', '4 stages for 2 devices', 'use'])
     for name in ('gpipe', 'fused_fill_drain', '1f1b', '1f1b_fused', 'zb_h1')
   ],
 )

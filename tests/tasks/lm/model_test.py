@@ -218,7 +218,7 @@ def testBitsPerByte():
       return 4.75
 
   text = run.task.Report({'bits_per_byte': 3.25}, Input())
-  assert '3.250 bits per byte' in text and '4.750' in text
+  assert naming.Names(text, '3.250 bits per byte', '4.750')
 
 
 def testGreedyGenerationIsTheStepByStepArgmax():
