@@ -116,10 +116,10 @@ def Run() -> None:
   )
   flags.DEFINE_integer(
     'num_devices', None, 'Number of logical CPU devices (default 1), or the most GPUs.',
-    lower_bound=1,
+    lower_bound=1, upper_bound=4096,
   )  # fmt: skip
   flags.DEFINE_integer(
-    'threads_per_device', None, 'Threads per operation on a CPU device.', lower_bound=1
+    'threads_per_device', None, 'Threads per operation on a CPU device.', 1, 4096
   )
   flags.DEFINE_bool(
     'local', False, 'For workers that a trainer starts: use a free port, end with standard input.'

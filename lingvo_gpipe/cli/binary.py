@@ -11,6 +11,7 @@ import gc
 import io
 import itertools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +88,7 @@ def DefineDeviceFlags() -> None:
     'Kind of device; auto: GPUs, else CPU. tpu takes the TPU of TPU_NAME or of this machine.',
   )
   flags.DEFINE_integer(
-    'logical_devices_per_gpu', None, 'Split each GPU into this many devices.', lower_bound=1
+    'logical_devices_per_gpu', None, 'Split each GPU into this many devices.', 1, 256
   )
   flags.DEFINE_enum(
     'gpu_memory', 'growth', list(accelerators.MEMORY), 'Allocation of memory of GPUs.'
@@ -126,8 +127,13 @@ def DefineFlags() -> None:
   flags.DEFINE_list(
     'devices', None, 'Indices of the visible GPUs or TPU cores to use, such as 0,2.'
   )
+  flags.register_validator(
+    'devices',
+    lambda x: x is None or (bool(x) and all(re.fullmatch('[0-9]{1,4}', i) for i in x)),
+    'it must be a list of indices such as 0,2',
+  )
   flags.DEFINE_integer(
-    'num_replicas', 1, 'Number of copies of the pipeline; each gets its share of a batch.', 1
+    'num_replicas', 1, 'Number of copies of the pipeline; each gets its share of a batch.', 1, 4096
   )
   flags.DEFINE_integer(
     'max_steps', None, 'The last step; defaults to the value of the experiment.', lower_bound=0
@@ -137,6 +143,7 @@ def DefineFlags() -> None:
     None,
     'Number of workers to start on this machine, with the stages on their CPU devices.',
     lower_bound=1,
+    upper_bound=256,
   )
   flags.DEFINE_string(
     'model_task_name', '', 'The only task to train, evaluate or export, of several tasks.'
@@ -230,7 +237,7 @@ def _PrintError(error: Exception) -> int:
     return 1
   notes = ''.join(f' ({note})' for note in getattr(error, '__notes__', []))
   text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-  print(' '.join(f'{text}{notes}'.split()), file=sys.stderr)
+  print(' '.join(f'{text or type(error).__name__}{notes}'.split()), file=sys.stderr)
   return 2
 
 

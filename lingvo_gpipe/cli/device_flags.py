@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
@@ -25,13 +24,7 @@ def OwnDevices(num_devices: int | None, num_replicas: int = 1) -> cluster.Cluste
     num_devices: number of devices of each replica; None for all accelerators.
     num_replicas: number of replicas.
   """
-  indices = None
-  if FLAGS.devices is not None:
-    if not FLAGS.devices or not all(re.fullmatch('[0-9]+', text) for text in FLAGS.devices):
-      raise binary.UsageError(
-        f'--devices expects a list of indices such as 0,2; got {FLAGS.devices}'
-      )
-    indices = [int(text) for text in FLAGS.devices]
+  indices = None if FLAGS.devices is None else [int(text) for text in FLAGS.devices]
   with StartingTensorFlow():
     return cluster.Cluster.Create(
       num_devices,

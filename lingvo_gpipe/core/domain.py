@@ -225,11 +225,18 @@ def IsText(value: Any) -> bool:
     return False
 
 
+_ATOM = r'(?:\\.|\[\^?\]?[^\]]*\]|[^()\[\]\\|*+?{}])'
+_REPEAT = r'(?:[*+]|\{\d*,\})'
+# A repeated group of nothing but repeats, as (a+)+, for which a search may take exponential time.
+_REPEATED_REPEATS = re.compile(rf'(?<!\\)\((?:\?:|\?P<\w+>)?(?:{_ATOM}{_REPEAT}\??)+\){_REPEAT}')
+
+
 def _IsRegex(value: Any) -> bool:
   try:
     with warnings.catch_warnings():
       warnings.simplefilter('ignore')  # For example, about a set in a set.
-      return isinstance(value, str) and bool(re.compile(value))
+      is_regex = isinstance(value, str) and bool(re.compile(value))
+      return is_regex and not _REPEATED_REPEATS.search(value)
   except (re.error, RecursionError, OverflowError):
     return False
 
@@ -244,7 +251,7 @@ ANY = Domain('any value', lambda x: True)
 BOOL = Domain('a bool', lambda x: isinstance(x, bool) or literals.IsNumpyBool(x), False)
 STR = Domain('a string in UTF-8 without NUL', IsText, '')
 STRINGS = ListOf(STR)
-REGEX = Domain('a regular expression', _IsRegex, '')
+REGEX = Domain('a regular expression, without repeated repeats such as (a+)+', _IsRegex, '')
 FLOAT_DTYPE = Domain('a floating dtype such as float32', _IsFloatDType)
 PARAMS = Domain('Params', lambda x: hasattr(x, 'FromText'))
 

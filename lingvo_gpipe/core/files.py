@@ -83,17 +83,21 @@ def Reading(path: str, context: str) -> Iterator[None]:
 
 def ReadBytes(path: str, context: str) -> bytes:
   """Returns the content of a file that a user names; see `Reading` for errors."""
+  if IsLocal(path):  # tf.io.gfile finds pipes empty.
+    return text_file.ReadBytes(path, context)
   with Reading(path, context), tf.io.gfile.GFile(path, 'rb') as f:
     content: bytes = f.read()
   return content
 
 
 def ReadText(path: str, context: str) -> str:
-  """Returns the text of a file that a user names; see `Reading` for errors.
+  """Returns the text of a file of settings that a user names; see `Reading` for errors.
 
   Raises:
-    ValueError: the text is not in UTF-8.
+    ValueError: the text is not in UTF-8, or a local file is larger than 64 MiB.
   """
+  if IsLocal(path):
+    return text_file.Read(path, context)
   return text_file.Decode(ReadBytes(path, context), path, context)
 
 

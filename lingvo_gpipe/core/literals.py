@@ -38,6 +38,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+# Also from an open quote to the end: further quotes in it are not tried one by one.
+_QUOTED_OR_OPEN = re.compile(QUOTED.pattern + r"""|['"].*""", re.DOTALL)
 # Text that starts like this is a literal, never a bare string.
 LITERAL_START = re.compile(
   r"""[bBrRuU]{0,2}['"]|[\[({]|type/|tf\.[a-z_0-9]+$|<[\w.<>]+>$|<[\w-]+\.[\w.<>-]+\("""
@@ -90,7 +92,13 @@ def IsRecord(value: Any) -> bool:
 
 def RecordFields(value: Any) -> dict[str, Any]:
   """Returns {name: value} of the fields that the record's constructor takes."""
-  return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+  cls: Any = type(value)
+  return {name: getattr(value, name) for name in _FieldNames(cls)}
+
+
+@functools.cache
+def _FieldNames(cls: Any) -> tuple[str, ...]:
+  return tuple(f.name for f in dataclasses.fields(cls) if f.init)
 
 
 def ReplaceFields(value: Any, **fields: Any) -> Any:
@@ -425,7 +433,7 @@ def _ReadNode(node: ast.AST) -> Any:
 
 def _ParseNode(text: str) -> ast.expr:
   """Parses one expression. A string in quotes may span lines."""
-  escaped = QUOTED.sub(lambda m: m.group().replace('\n', '\\n').replace('\r', '\\r'), text)
+  escaped = _QUOTED_OR_OPEN.sub(lambda m: m.group().replace('\n', '\\n').replace('\r', '\\r'), text)
   escaped = re.sub('\r\n?', '\n', escaped)  # Python counts these as line ends.
   try:
     with warnings.catch_warnings():

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import codecs
+import os
+import stat
+
+# No text of settings is larger; devices such as /dev/zero have no end.
+_MAX_BYTES = 1 << 26
 
 
 def Read(path: str, context: str) -> str:
-  """Returns the text of a local file.
+  """Returns the text of a local file, or from a pipe, that holds settings and not data.
 
   Args:
     path: the file.
@@ -15,14 +20,27 @@ def Read(path: str, context: str) -> str:
 
   Raises:
     OSError: the file cannot be read.
-    ValueError: the text is not in UTF-8.
+    ValueError: the text is not in UTF-8, or larger than 64 MiB.
+  """
+  content = ReadBytes(path, context, _MAX_BYTES + 1)
+  if len(content) > _MAX_BYTES:
+    raise ValueError(f'{context}: {path!r} is larger than {_MAX_BYTES >> 20} MiB')
+  return Decode(content, path, context)
+
+
+def ReadBytes(path: str, context: str, size: int = -1) -> bytes:
+  """Returns the content of a local file, at most the first `size` bytes.
+
+  Raises:
+    OSError: the file cannot be read, or is a device that may have no end.
   """
   try:
     with open(path, 'rb') as f:
-      content = f.read()
+      if size < 0 and stat.S_ISCHR(os.fstat(f.fileno()).st_mode):
+        raise OSError('it is a device')
+      return f.read(size)
   except (OSError, ValueError) as e:  # ValueError: the path has NUL.
     raise OSError(f'{context}: {path!r} cannot be read: {getattr(e, "strerror", None) or e}') from e
-  return Decode(content, path, context)
 
 
 def Decode(content: bytes, path: str, context: str, first_line: int = 1) -> str:

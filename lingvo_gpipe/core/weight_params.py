@@ -16,6 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_gpipe.core import domain
+
 
 def AccumulatorDtype(dtype: Any) -> tf.DType:
   """Returns the dtype in which the gradients of micro-batches add up, for weights of a dtype.
@@ -53,8 +55,8 @@ class WeightInit:
       )
     if self.method == 'custom' and not callable(self.custom):
       raise ValueError(f'custom of WeightInit must be a function, got {self.custom!r}')
-    if not self.scale >= 0 and self.method != 'constant':
-      raise ValueError(f'the scale of {self.method} must not be negative, got {self.scale}')
+    scales = domain.Number() if self.method == 'constant' else domain.NOT_NEGATIVE
+    scales.Check(f'the scale of {self.method}', self.scale)
 
   @classmethod
   def Gaussian(cls, scale: float = 1.0) -> WeightInit:

@@ -22,6 +22,9 @@ from lingvo_gpipe.distributed import (
 
 PLATFORMS = ('auto', 'cpu', 'gpu', 'tpu')
 
+# TensorFlow needs seconds for a thousand.
+_MAX_CPU_DEVICES = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
@@ -288,6 +291,11 @@ def _MakeCpuDevices(
   count: int, needed: int, threads: int | None, gpus: list[Any]
 ) -> tuple[list[str], str]:
   """Creates logical CPU devices unless they exist; returns (names, description)."""
+  if count > _MAX_CPU_DEVICES:
+    raise ValueError(
+      f'at most {_MAX_CPU_DEVICES} logical CPU devices can be made, got {count}: use fewer stages, '
+      'replicas or devices'
+    )
   cores = Cores()
   threads = threads or max(1, cores // count)
   physical = tf.config.list_physical_devices('CPU')[0]

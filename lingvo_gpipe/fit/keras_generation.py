@@ -105,16 +105,17 @@ class GenerationSteps:
       The results of `call_with_cache`, with the cache in pieces.
     """
     call = self._signature.bind(*args, **kwargs)
-    placement = _DeviceFunction(self._devices)
-    with tf.zeros([]).graph.device(placement):
-      weights = [(v, placement.Read(v.value)) for v in self._model.variables]
-      call.arguments['cache'] = prepare(call.arguments['cache'], placement)
+    device_function = _DeviceFunction(self._devices)
+    with tf.zeros([]).graph.device(device_function):
+      weights = [(v, device_function.Read(v.value)) for v in self._model.variables]
+      call.arguments['cache'] = prepare(call.arguments['cache'], device_function)
       with keras.StatelessScope(weights):
         logits, hidden_states, cache = self._call_with_cache(*call.args, **call.kwargs)
     self._structure = keras.tree.map_structure(lambda _: 0, cache)
     pieces = [_Pieces(t) for t in keras.tree.flatten(cache)]
     self._pieces = [
-      (isinstance(x, tuple), [placement.Device(t) for t in keras.tree.flatten(x)]) for x in pieces
+      (isinstance(x, tuple), [device_function.Device(t) for t in keras.tree.flatten(x)])
+      for x in pieces
     ]
     return logits, hidden_states, keras.tree.pack_sequence_as(self._structure, pieces)
 
@@ -200,8 +201,8 @@ class _Stack:
 class _NewStack(_Stack):
   """Makes zeros when a layer asks for them, on the device of the layer that ran last."""
 
-  def __init__(self, zeros: tf.Tensor, placement: _DeviceFunction) -> None:
-    self._placement = placement
+  def __init__(self, zeros: tf.Tensor, device_function: _DeviceFunction) -> None:
+    self._device_function = device_function
     self.shape = zeros.shape
     self.dtype = zeros.dtype
 
@@ -212,7 +213,7 @@ class _NewStack(_Stack):
     return self._Zeros(self.shape)
 
   def _Zeros(self, shape: Any) -> tf.Tensor:
-    with tf.device(self._placement.last):
+    with tf.device(self._device_function.last):
       return tf.zeros(shape, self.dtype)
 
 
@@ -220,13 +221,13 @@ class _NewStack(_Stack):
 tf.register_tensor_conversion_function(_Stack, lambda x, *_, **__: x.Whole())
 
 
-def _NewCache(cache: Any, placement: _DeviceFunction) -> Any:
+def _NewCache(cache: Any, device_function: _DeviceFunction) -> Any:
   """Returns an empty cache whose zeros are made layer by layer."""
 
   def New(x: tf.Tensor) -> Any:
     value = tf.get_static_value(x.op.inputs[1] if x.op.type == 'Fill' else x)
     is_zero = value is not None and not np.any(value)
-    return _NewStack(x, placement) if is_zero and x.shape.rank > 1 else x
+    return _NewStack(x, device_function) if is_zero and x.shape.rank > 1 else x
 
   return keras.tree.map_structure(New, cache)
 

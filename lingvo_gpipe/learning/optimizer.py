@@ -57,8 +57,9 @@ _DOMAINS = {
   'ns_steps': domain.Int(1, 100),
   'warmup_steps': domain.STEPS,
 }
-# Shares of the old value in averages over the steps.
-_DECAYS = ('beta_1', 'beta_2', 'adam_beta_1', 'adam_beta_2', 'momentum', 'rho')
+# Shares of the old value in averages over the steps. Adam divides by 1 - beta^step.
+_BETAS = ('beta_1', 'beta_2', 'adam_beta_1', 'adam_beta_2')
+_DECAYS = ('momentum', 'rho')
 
 
 class _Params(hyperparams.InstantiableParams):
@@ -74,6 +75,10 @@ def _Domain(argument: str, default: Any) -> domain.Domain | None:
     return _DOMAINS[argument]
   if argument.endswith('weight_decay'):
     return domain.NOT_NEGATIVE | domain.NONE
+  if 'epsilon' in argument:
+    return domain.NOT_NEGATIVE
+  if argument in _BETAS:
+    return domain.Number(0, below=1)
   if argument in _DECAYS:
     return domain.Number(0, 1)
   is_number = isinstance(default, int | float) and not isinstance(default, bool)

@@ -111,9 +111,9 @@ class _MicroBatchRun:
 
   def Run(self, args: tuple[Any, ...], side: Any, loss_weight: tf.Tensor) -> None:
     """Runs forward and backward; raises _NotFinite at the first value that is not finite."""
-    for what, nest in (('input', args), ('loss input', side), ('loss weight', loss_weight)):
+    for label, nest in (('input', args), ('loss input', side), ('loss weight', loss_weight)):
       if values := _Describe(nest):
-        raise _NotFinite(f'the batch is at fault: {what} of micro-batch {self._m}: {values}')
+        raise _NotFinite(f'the batch is at fault: {label} of micro-batch {self._m}: {values}')
     calls, outputs = self._Forward(args)
     gradient = self._LossGradient(outputs, side, loss_weight)
     self._Backward(calls, gradient, loss_weight)
@@ -211,7 +211,7 @@ class _MicroBatchRun:
       for name, value in below.items():
         skip_gradients.setdefault(name, []).append(value)
 
-  def _Check(self, call: _Call, what: str, nest: Any, above: Any = None) -> None:
+  def _Check(self, call: _Call, label: str, nest: Any, above: Any = None) -> None:
     if not (values := _Describe(nest)):
       return
     layer, s = call.layer, call.stage
@@ -219,7 +219,7 @@ class _MicroBatchRun:
     weights = _Describe(list(layer.VariablesByPath().values())) or 'finite'
     coming = '' if above is None else f', the gradient of its output {_Describe(above) or "finite"}'
     raise _NotFinite(
-      f'the first value that is not finite is the {what} of layer {layer.path} '
+      f'the first value that is not finite is the {label} of layer {layer.path} '
       f'({type(layer).__name__}) in stage {s.index}, micro-batch {self._m}: {values}; its inputs '
       f'are {inputs}, its weights {weights}{coming}'
     )

@@ -319,9 +319,9 @@ class PipelineEngine:
     """Emits a walk for each replica that has micro-batches."""
     if self.loss_fn is None:
       raise ValueError('the engine was made without a loss: give loss_fn, to Place if that made it')
-    what = "the weight of a micro-batch's loss"
+    label = "the weight of a micro-batch's loss"
     micro_batches = [
-      b._replace(loss_weight=weighted_loss.Scalar(what, b.loss_weight)) for b in micro_batches
+      b._replace(loss_weight=weighted_loss.Scalar(label, b.loss_weight)) for b in micro_batches
     ]
     shares = replicas.Shares(len(micro_batches), len(self.replicas))
     if not do_eval and self.sums_statistics and len(shares[0]) != len(shares[-1]):

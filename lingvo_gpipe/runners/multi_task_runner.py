@@ -216,6 +216,10 @@ def _MakeRunner(
   **options: Any,
 ) -> _Runner:
   """Returns a runner of one task, made with `options`, that expects the batches of its input."""
+  if name not in model.inputs:
+    raise ValueError(
+      f'input{f".{name}" if name else ""} is None: set the Params of the input that the task reads'
+    )
   source = model.inputs[name]
   label = f'{type(source).__name__} {source.params.name!r}'
   host_memory.CheckBatch(label, source.BatchSpec(), devices)

@@ -60,6 +60,19 @@ _MISTAKES = {
     'trainer', [_MODEL, '--logdir={}', '--devices=0,one'],
     ('--devices', "['0', 'one']"),
   ),
+  'a negative device without devices': (
+    'trainer', [_MODEL, '--mode=inspect_partition', '--devices=-1'], ('--devices', "['-1']"),
+  ),
+  'many replicas': ('trainer', [_MODEL, '--num_replicas=99999999999'], ('num_replicas', 4096)),
+  'many replicas of many stages': (
+    'trainer',
+    [_MODEL, '--logdir={}', '--platform=cpu', '--num_replicas=4096', _Tiny('')],
+    (4096, 8192),
+  ),
+  'no input': (
+    'trainer', [_MODEL, '--logdir={}', '--platform=cpu', _Tiny('input:None')], ('input', 'None'),
+  ),
+  'file of flags without an end': ('trainer', ['--flagfile=/dev/zero'], ('/dev/zero', '64 MiB')),
   'devices of the CPU': (
     'trainer', [_MODEL, '--logdir={}', '--platform=cpu', '--devices=0,1', _Tiny('')],
     ('devices 0, 1', 'platform is cpu', 'num_devices'),

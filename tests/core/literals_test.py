@@ -241,5 +241,10 @@ def testTensorFlowDTypes():
       params_text.ParseValue(text, like, 'x')
 
 
+def testAnOpenQuoteIsReadOnce():
+  with pytest.raises(ValueError):
+    literals.ParseLiteral("'" + "\\'" * 200_000)
+
+
 if __name__ == '__main__':
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

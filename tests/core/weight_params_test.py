@@ -153,6 +153,8 @@ def testWeightParamsAllocateNothing():
     (lambda: WeightInit('normal'), ["'normal'", 'gaussian', 'xavier']),
     (lambda: WeightInit.Gaussian(-1.0), ['scale', 'gaussian', -1.0]),
     (lambda: WeightInit.Xavier(math.nan), ['scale', 'xavier', 'nan']),
+    (lambda: WeightInit.Constant(1e300), ['scale', 'constant', '1e+300']),
+    (lambda: WeightInit.Uniform('x'), ['scale', 'uniform', 'x']),
     (lambda: WeightInit.XavierWithFixupParams(depth=0), ['depth', 'positive', 'got 0']),
     (lambda: WeightParams([3, 0]), ['positive', [3, 0]]),
     (lambda: _Draw(None), ['a.w', 'init']),

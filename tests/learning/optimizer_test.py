@@ -206,7 +206,9 @@ def testOverridesReachKeras():
     ('weight_decay', -0.1),
     ('beta_1', None),
     ('beta_1', 2.0),
+    ('beta_2', 1.0),
     ('epsilon', math.nan),
+    ('epsilon', -1.0),
     ('amsgrad', 'no'),
   ],
 )

@@ -170,11 +170,17 @@ class Runner:
     self._count += 1
     return Child(Run, self.folder / f'process_{self._count}')
 
-  def Wait(self, child: Child) -> Ended:
-    """Waits for a program; raises FindingError if it does not end in time."""
-    ended = child.Wait(self._seconds)
+  def Wait(self, child: Child, seconds: float = 0.0) -> Ended:
+    """Waits for a program; raises FindingError if it does not end in time.
+
+    Args:
+      child: the program.
+      seconds: a longer time limit than `Runner`'s.
+    """
+    seconds = max(seconds, self._seconds)
+    ended = child.Wait(seconds)
     if ended.status is None:
-      raise FindingError(f'no end within {self._seconds:g} s: {ended.stderr[-500:]}')
+      raise FindingError(f'no end within {seconds:g} s: {ended.stderr[-500:]}')
     return ended
 
   def Run(self, name: str, args: Sequence[str]) -> Ended:

@@ -23,6 +23,21 @@ _WARM_START = "task.train.init_from_checkpoint_rules:{{'{}': ([(r'(.*)', r'\\1')
 
 # Parts of paths that no reader may have expected.
 _NAMES = ['\udcff', 'x' * 5000, 'a\0b', '\udce9/x', '/x' * 2500]
+_DEVICES = ['/dev/zero', '/dev/null', '/dev/stdin', '/proc/version', '/']
+_NUMBERS = [
+  '-1',
+  '0',
+  '1',
+  '3',
+  '4097',
+  '99999999999',
+  str(2**63),
+  '1e30',
+  'x',
+  '',
+  '0,1',
+  '\u0663',
+]
 
 
 def _MakeFlags(folder: pathlib.Path) -> None:
@@ -171,8 +186,8 @@ def _MakeNothing(folder: pathlib.Path) -> None:
 
 
 def _UsePath(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
-  """Uses a path that no file has: with bytes that are not UTF-8, with NUL, or too long."""
-  path = f'{folder}/{draw.choice(_NAMES)}'
+  """Uses a path that no file has: with bytes that are not UTF-8, with NUL, too long, a device."""
+  path = draw.choice([f'{folder}/{draw.choice(_NAMES)}', draw.choice(_DEVICES)])
   args = _Args(folder / 'run', 'task.train.eval_datasets:[]') + ['--max_steps=1']
   inspect = [f'--model={_MODEL}', '--mode=inspect_params']
   tokens = ['--model=lm.stdlib.PackedTransformerGPipe2', '--mode=inspect_model', '--platform=cpu']
@@ -195,7 +210,19 @@ def _UsePath(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
     ('tools.plan', [f'--model={_MODEL}', '--platform=cpu', f'--device_file={path}']),
     ('tools.benchmark', [f'--table_of={path}']),
   ])  # fmt: skip
-  return file_attacks.Command(reader, reader_args)
+  # A file may differ from the model.
+  statuses = (0, 1) if '--mode=diff_params' in reader_args else (0,)
+  return file_attacks.Command(reader, reader_args, statuses)
+
+
+def _UseNumber(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
+  """Gives any number to a flag."""
+  del folder
+  flag = draw.choice(['num_replicas', 'num_devices', 'devices', 'logical_devices_per_gpu'])
+  mode = draw.choice(['inspect_partition', 'inspect_model', 'inspect_params'])
+  number = draw.choice(_NUMBERS)
+  args = [f'--model={_MODEL}', '--platform=cpu', f'--mode={mode}', f'--{flag}={number}']
+  return file_attacks.Command('trainer', args)
 
 
 KINDS = {
@@ -206,4 +233,5 @@ KINDS = {
   'run': file_attacks.Kind(_MakeRun, command=_ReadRun, damage=_DamageRun),
   'study': file_attacks.Kind(_MakeStudy, _ReadStudy, damage=_DamageStudy),
   'paths': file_attacks.Kind(_MakeNothing, command=_UsePath),
+  'numbers': file_attacks.Kind(_MakeNothing, command=_UseNumber),
 }

@@ -114,7 +114,8 @@ def Links(draw: random.Random, runner: children.Runner) -> None:
         workers[host - 1].Wait(_SECONDS)
         workers[host - 1] = StartWorker(host - 1)
       hosts.SetLink(host, is_up=True)
-      ended = runner.Wait(trainer)
+      # TCP, restarts and the next call that nothing answers take up to a minute each.
+      ended = runner.Wait(trainer, _SECONDS * 15)
     finally:
       for child in (trainer, *workers):
         child.Signal(signal.SIGKILL)

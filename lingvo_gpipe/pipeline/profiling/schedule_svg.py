@@ -40,7 +40,7 @@ def Draw(result: simulator.Result, *, is_standalone: bool = False) -> Svg:
     is_standalone: see `svg.Document`.
   """
   scale = _WIDTH / result.makespan
-  held = [list(_Held(result, device)) for device in range(len(result.timeline))]
+  held = [list(_NumActivations(result, device)) for device in range(len(result.timeline))]
   most = max(count for row in held for _, count in row)
   height = len(result.timeline) * (_ROW + _CURVE + _GAP)
   parts = []
@@ -89,7 +89,7 @@ def _Pale(kind: actions.Kind, opacity: float) -> str:
   return '#' + ''.join(f'{round(part):02x}' for part in parts)
 
 
-def _Held(result: simulator.Result, device: int) -> Iterator[tuple[float, int]]:
+def _NumActivations(result: simulator.Result, device: int) -> Iterator[tuple[float, int]]:
   """Yields (time, number of activations that the device holds from then on)."""
   spans = {
     span.action: span

@@ -380,8 +380,8 @@ class StageMath:
         key = f'{self._start + i}:{owner.path[len(layer.path) :]}.{name}'
         if key in aux_losses:
           raise ValueError(f'{owner.path} adds two auxiliary losses {name!r}; give each its name')
-        what = f'auxiliary loss {owner.path}.{name}'
-        aux_losses[key] = (weighted_loss.Loss(what, value), coefficient)
+        label = f'auxiliary loss {owner.path}.{name}'
+        aux_losses[key] = (weighted_loss.Loss(label, value), coefficient)
     return nested_map.NestedMap(args=out, skips=stashed), aux_losses
 
   @contextlib.contextmanager

@@ -296,15 +296,15 @@ class SharedLoss:
     answers: list[tf.Tensor] = []
     whole = tf.function(lambda call: self._Request(call, requests, answers), autograph=False)
     whole.get_concrete_function(call)
-    what = f"{self._math.layers[0].path}: vocabulary='shared' needs a loss"
+    subject = f"{self._math.layers[0].path}: vocabulary='shared' needs a loss"
     if not requests:
       raise ValueError(
-        f'{what} that takes the logits, by embedding.XentLossFromLogits or a '
+        f'{subject} that takes the logits, by embedding.XentLossFromLogits or a '
         'SparseCategoricalCrossentropy(from_logits=True) of Keras'
       )
     # The class ids must be known before the statistics.
     if vjp.Ancestors(requests).keys() & {t.op.name for t in answers}:
-      raise ValueError(f'{what} whose class ids do not depend on the logits')
+      raise ValueError(f'{subject} whose class ids do not depend on the logits')
     ids: list[tf.Tensor] = []
     with contextlib.suppress(_Enough):
       self._Request(call, ids, [], len(requests))

@@ -27,11 +27,11 @@ class Rows(NamedTuple):
 Metric = tuple[tf.Tensor, tf.Tensor] | Sum | Rows
 
 
-def Scalar(what: str, value: Any) -> tf.Tensor:
+def Scalar(label: str, value: Any) -> tf.Tensor:
   """Returns a number or tensor as a scalar tensor.
 
   Args:
-    what: the value's name in messages.
+    label: the value's name in messages.
     value: the number or tensor.
 
   Raises:
@@ -40,16 +40,16 @@ def Scalar(what: str, value: Any) -> tf.Tensor:
   value = tf.convert_to_tensor(value)
   if value.shape.rank not in (None, 0):
     raise ValueError(
-      f'{what}: expected a scalar, got {shapes.FormatNest(value)}; reduce it over the micro-batch'
+      f'{label}: expected a scalar, got {shapes.FormatNest(value)}; reduce it over the micro-batch'
     )
   return value
 
 
-def Loss(what: str, value: Any) -> tf.Tensor:
+def Loss(label: str, value: Any) -> tf.Tensor:
   """Returns the value as a floating scalar, see `Scalar`; raises TypeError for other dtypes."""
-  value = Scalar(what, value)
+  value = Scalar(label, value)
   if not value.dtype.is_floating:
-    raise TypeError(f'{what}: expected a floating scalar, got {value.dtype.name}')
+    raise TypeError(f'{label}: expected a floating scalar, got {value.dtype.name}')
   return value
 
 
