@@ -19,13 +19,6 @@ from tests.toys import projects
 SECONDS = 100
 EXPERIMENT = projects.Experiments('pipelined')
 
-# A worker with its own umask: the mode of a file shows which worker wrote it.
-_WORKER = """
-import os
-from lingvo_gpipe import worker
-os.umask(int(os.environ['UMASK'], 8))
-worker.Run()
-"""
 UMASKS = {'041': 0o626, '014': 0o662}  # {umask of a worker: mode of its files}
 
 
@@ -57,14 +50,13 @@ def hosts(forks, tmp_path_factory):
   addresses = [f'localhost:{port}' for port in FreePorts(2)]
   path = tmp_path_factory.mktemp('cluster') / 'hosts.json'
   path.write_text(json.dumps({'worker': addresses}))
-  program = path.with_name('program.py')
-  program.write_text(_WORKER)
+  program = processes.Program('worker_with_umask')
   pids = []
   for index, umask in enumerate(UMASKS):
     args = [f'--cluster={path}', f'--task_index={index}', '--threads_per_device=1']
     pids.append(
       forks.Start(
-        str(program), *args, '--local_only', more_environment={'UMASK': umask},
+        program, *args, '--local_only', more_environment={'UMASK': umask},
         is_waited_for=False,
       )
     )  # fmt: skip

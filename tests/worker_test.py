@@ -122,13 +122,6 @@ def testTheTrainerWritesEverythingIfAWorkerDoesNotSeeTheDirectory(forks, project
   assert len(list(project.glob('unseen/train/ckpt-*'))) == 2
 
 
-_CONNECTS = """
-import sys
-from lingvo_gpipe.distributed import cluster, cluster_spec
-cluster.Cluster.Connect(cluster_spec.FromText(open(sys.argv[1]).read(), ''))
-"""
-
-
 def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hosts, tmp_path):
   """With XLA and sharded slots: one replica on two workers, one on both devices of a third."""
   port, chief = worker_processes.FreePorts(2)
@@ -146,14 +139,12 @@ def testReplicasOnWorkersOfTfConfigEqualReplicasInOneProcess(forks, project, hos
     more_environment=Environment('worker', 2), is_waited_for=False,
   )  # fmt: skip
   logs = [worker_processes.Log(hosts, 0), worker_processes.Log(hosts, 1), forks._outputs['stderr']]
-  program = tmp_path / 'program.py'
-  program.write_text(_CONNECTS)
   try:
     forks.Await(
       f'worker 2 serves CPU:0, CPU:1 at port {port} of all interfaces of this machine, without '
       'authentication: '
     )
-    processes.Succeeded(forks.Run(str(program), str(hosts)))
+    processes.Succeeded(forks.Run(processes.Program('connect_to_workers'), str(hosts)))
     before = [_NumRestarts(log) for log in logs]
     for logdir, variables in (('process', None), ('workers', Environment('chief', 0))):
       args = _Args(tmp_path / logdir, 3, 'task.train.shard_optimizer_slots:True')
@@ -256,18 +247,9 @@ def testMistakesOfAWorkerAreOneLineErrors(forks, hosts, args, names):
   assert naming.Names(line, *names)
 
 
-_LOCAL = """
-import os, sys
-from lingvo_gpipe import worker
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-worker.Run()
-"""
-
-
-def testALocalWorkerCannotBeStartedByHand(forks, tmp_path):
+def testALocalWorkerCannotBeStartedByHand(forks):
   """A local worker listens without --local_only and --trusted_network."""
-  (tmp_path / 'program.py').write_text(_LOCAL)
-  done = forks.Run(str(tmp_path / 'program.py'), '--local')
+  done = forks.Run(processes.Program('worker_without_input'), '--local')
   assert done.returncode == 2, done.stderr
   (line,) = processes.Messages(done.stderr)
   assert naming.Names(line, '--local', '--local_only')

@@ -7,25 +7,16 @@ import sys
 import pytest
 
 from lingvo_gpipe.cli import compilation_cache
-from tests import naming
-
-_PROGRAM = """
-import sys
-from lingvo_gpipe.cli import compilation_cache
-import tensorflow as tf
-compilation_cache.Use(sys.argv[1])
-print(float(tf.reduce_sum(tf.function(lambda x: tf.sin(x) @ x, jit_compile=True)(tf.ones([3, 3])))))
-"""
+from tests import naming, processes
 
 
 @pytest.fixture
 def run(forks, tmp_path):
   """Runs a process with the cache; returns it and the time at which each entry was written."""
-  program, directory = tmp_path / 'program.py', tmp_path / 'cache'
-  program.write_text(_PROGRAM)
+  program, directory = processes.Program('compile_with_cache'), tmp_path / 'cache'
 
   def Run():
-    done = forks.Run(str(program), str(directory), more_environment={'TF_XLA_FLAGS': ''})
+    done = forks.Run(program, str(directory), more_environment={'TF_XLA_FLAGS': ''})
     return done, {path: path.stat().st_mtime_ns for path in directory.glob('*/*.pb')}
 
   return Run
