@@ -38,27 +38,7 @@ def _Serve() -> int:
     threading.Thread(target=_EndWithStarter, name='starter', daemon=True).start()
     index, port = FLAGS.task_index or 0, 0
   else:
-    if FLAGS.trusted_network == FLAGS.local_only:
-      raise binary.UsageError(
-        'give one of --local_only, which keeps other machines away unless they come through a '
-        "tunnel, and --trusted_network, if only trusted hosts can reach this one: TensorFlow's "
-        'server asks nobody for a password, and whoever reaches its port can read and write files '
-        'as this user (docs/network.md)'
-      )
-    spec = device_flags.ClusterSpec()
-    if spec is None:
-      raise binary.UsageError('--cluster is needed: a file of addresses (or TF_CONFIG)')
-    if FLAGS.task_index is None and spec.task_type != 'worker':
-      raise binary.UsageError('--task_index is needed: the index of this worker in the cluster')
-    index = spec.task_index if FLAGS.task_index is None else FLAGS.task_index
-    address = spec.Address(index)
-    if FLAGS.local_only and not local_port.IsLocal(address):
-      raise binary.UsageError(
-        f'worker {index} is {address} for the others, and --local_only lets nobody reach it there: '
-        'name it localhost in the file of addresses, and let a tunnel end there, or give '
-        '--trusted_network in place of --local_only (docs/network.md)'
-      )
-    port = int(address.rpartition(':')[2])
+    index, port = _IndexAndPort()
   with device_flags.StartingTensorFlow():
     server = worker_server.WorkerServer(
       index,
@@ -95,6 +75,31 @@ def _Serve() -> int:
     print(f'worker {index} serves {server.description} at port {port}', flush=True)
   while True:
     signal.pause()
+
+
+def _IndexAndPort() -> tuple[int, int]:
+  """Returns the index in the cluster, and the port, of a worker that a user starts."""
+  if FLAGS.trusted_network == FLAGS.local_only:
+    raise binary.UsageError(
+      'give one of --local_only, which keeps other machines away unless they come through a '
+      "tunnel, and --trusted_network, if only trusted hosts can reach this one: TensorFlow's "
+      'server asks nobody for a password, and whoever reaches its port can read and write files '
+      'as this user (docs/network.md)'
+    )
+  spec = device_flags.ClusterSpec()
+  if spec is None:
+    raise binary.UsageError('--cluster is needed: a file of addresses (or TF_CONFIG)')
+  if FLAGS.task_index is None and spec.task_type != 'worker':
+    raise binary.UsageError('--task_index is needed: the index of this worker in the cluster')
+  index = spec.task_index if FLAGS.task_index is None else FLAGS.task_index
+  address = spec.Address(index)
+  if FLAGS.local_only and not local_port.IsLocal(address):
+    raise binary.UsageError(
+      f'worker {index} is {address} for the others, and --local_only lets nobody reach it there: '
+      'name it localhost in the file of addresses, and let a tunnel end there, or give '
+      '--trusted_network in place of --local_only (docs/network.md)'
+    )
+  return index, int(address.rpartition(':')[2])
 
 
 def _EndWithStarter() -> None:
