@@ -19,7 +19,13 @@ import threading
 from absl import flags, logging
 
 from lingvo_gpipe.cli import device_flags, subjects
-from lingvo_gpipe.distributed import local_port, local_workers, worker_restart, worker_server
+from lingvo_gpipe.distributed import (
+  cluster,
+  local_port,
+  local_workers,
+  worker_restart,
+  worker_server,
+)
 
 FLAGS = flags.FLAGS
 
@@ -121,7 +127,7 @@ def Run() -> None:
   )
   flags.DEFINE_integer(
     'num_devices', None, 'Number of logical CPU devices (default 1), or the most GPUs.',
-    lower_bound=1, upper_bound=4096,
+    lower_bound=1, upper_bound=cluster.MAX_CPU_DEVICES,
   )  # fmt: skip
   flags.DEFINE_integer(
     'threads_per_device', None, 'Threads per operation on a CPU device.', 1, 4096

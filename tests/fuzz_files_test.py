@@ -141,7 +141,7 @@ def testCommitFiles(saved, data):
   except checkpointer.DamagedError:
     return
   except ValueError as e:
-    assert naming.Names(str(e), 'format')
+    assert naming.Names(str(e), commit, 'format', 'reads')
     return
   # All files that it refers to are inside the directory.
   assert os.path.dirname(os.path.dirname(info.prefix)) == str(directory)

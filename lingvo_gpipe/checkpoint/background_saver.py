@@ -95,7 +95,7 @@ class BackgroundSaver:
         logging.warning('no checkpoint of step %d: %s is not finite', step, bad)
         return False
       if not self._in_background:
-        heartbeat.SuspendTimeout()
+        heartbeat.Step(heartbeat.COPY)
         self._Write(step, variables, metadata, options)
         self._RaiseError()
         return True

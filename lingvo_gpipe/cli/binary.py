@@ -133,7 +133,11 @@ def DefineFlags() -> None:
     'it must be a list of indices such as 0,2',
   )
   flags.DEFINE_integer(
-    'num_replicas', 1, 'Number of copies of the pipeline; each gets its share of a batch.', 1, 4096
+    'num_replicas',
+    1,
+    'Number of copies of the pipeline; each gets its share of a batch.',
+    lower_bound=1,
+    upper_bound=cluster.MAX_CPU_DEVICES,
   )
   flags.DEFINE_integer(
     'max_steps', None, 'The last step; defaults to the value of the experiment.', lower_bound=0

@@ -103,8 +103,9 @@ def Int(low: int | None = None, high: int | None = None, multiple_of: int = 1) -
   """
   least = -_INT64_MAX - 1 if low is None else low
   most = _INT64_MAX if high is None else high
-  limits = _Limits(('of at least', low), ('at most', high)) or ' of 64 bits'
-  text = 'an integer' if multiple_of == 1 else f'a multiple of {multiple_of}'
+  of_least = 'of at least' if multiple_of == 1 else 'at least'
+  limits = _Limits((of_least, low), ('at most', high)) or ' of 64 bits'
+  text = 'an integer' if multiple_of == 1 else f'a multiple of {multiple_of},'
   return Domain(
     text + limits if low is None or low != high else str(low),
     lambda x: bool(_IsInt(x) and least <= x <= most and x % multiple_of == 0),
@@ -225,10 +226,14 @@ def IsText(value: Any) -> bool:
     return False
 
 
-_ATOM = r'(?:\\.|\[\^?\]?[^\]]*\]|[^()\[\]\\|*+?{}])'
+# Escapes and sets, and groups of nothing but repeats that repeat, as (a+)+: a search for these may
+# take exponential time. Other forms of the same exist, but few write them.
+_SET = r'\[\^?\]?(?:\\.|[^\]\\])*\]'
 _REPEAT = r'(?:[*+]|\{\d*,\})'
-# A repeated group of nothing but repeats, as (a+)+, for which a search may take exponential time.
-_REPEATED_REPEATS = re.compile(rf'(?<!\\)\((?:\?:|\?P<\w+>)?(?:{_ATOM}{_REPEAT}\??)+\){_REPEAT}')
+_GROUPS = re.compile(
+  rf'\\.|{_SET}|(?P<repeated>\((?:\?[a-zA-Z-]*:|\?P<\w+>)?'
+  rf'(?:(?:\\.|{_SET}|[^()\[\]\\|*+?{{}}]){_REPEAT}\??)+\){_REPEAT}(?!\+))'
+)
 
 
 def _IsRegex(value: Any) -> bool:
@@ -236,7 +241,7 @@ def _IsRegex(value: Any) -> bool:
     with warnings.catch_warnings():
       warnings.simplefilter('ignore')  # For example, about a set in a set.
       is_regex = isinstance(value, str) and bool(re.compile(value))
-      return is_regex and not _REPEATED_REPEATS.search(value)
+      return is_regex and not any(m['repeated'] for m in _GROUPS.finditer(value))
   except (re.error, RecursionError, OverflowError):
     return False
 
@@ -251,12 +256,19 @@ ANY = Domain('any value', lambda x: True)
 BOOL = Domain('a bool', lambda x: isinstance(x, bool) or literals.IsNumpyBool(x), False)
 STR = Domain('a string in UTF-8 without NUL', IsText, '')
 STRINGS = ListOf(STR)
-REGEX = Domain('a regular expression, without repeated repeats such as (a+)+', _IsRegex, '')
+REGEX = Domain('a regular expression, but no repeat of repeats such as (a+)+', _IsRegex, '')
 FLOAT_DTYPE = Domain('a floating dtype such as float32', _IsFloatDType)
 PARAMS = Domain('Params', lambda x: hasattr(x, 'FromText'))
 
 _INT32_MAX = (1 << 31) - 1
-SIZE = Int(1, _INT32_MAX)  # The size of a dimension.
+
+
+def Size(low: int = 1, multiple_of: int = 1) -> Domain:
+  """Returns the sizes of a dimension from `low` on that a number divides."""
+  return Int(low, _INT32_MAX, multiple_of)
+
+
+SIZE = Size()
 SIZES = ListOf(SIZE)
 MAX_LAYERS = 4096
 NUM_LAYERS = Int(1, MAX_LAYERS)

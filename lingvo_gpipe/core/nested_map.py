@@ -342,7 +342,8 @@ def _IsKey(value: Any) -> bool:
 
 # Names that may become keys, such as the names of layers.
 KEY = domain.Domain(
-  'a name of letters, digits and _, no digit first, and not the name of a method of NestedMap',
+  'a name of letters, digits and _, no digit first, not of the form __x__ and not the name of a '
+  'method of NestedMap',
   _IsKey,
   '',
 )

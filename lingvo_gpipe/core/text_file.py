@@ -7,7 +7,7 @@ import codecs
 import os
 import stat
 
-# No text of settings is larger; devices such as /dev/zero have no end.
+# Far above any text of settings; devices such as /dev/zero have no end.
 _MAX_BYTES = 1 << 26
 
 
@@ -36,8 +36,9 @@ def ReadBytes(path: str, context: str, size: int = -1) -> bytes:
   """
   try:
     with open(path, 'rb') as f:
-      if size < 0 and stat.S_ISCHR(os.fstat(f.fileno()).st_mode):
-        raise OSError('it is a device')
+      mode = os.fstat(f.fileno()).st_mode
+      if size < 0 and (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
+        raise OSError('it is a device, which may have no end')
       return f.read(size)
   except (OSError, ValueError) as e:  # ValueError: the path has NUL.
     raise OSError(f'{context}: {path!r} cannot be read: {getattr(e, "strerror", None) or e}') from e

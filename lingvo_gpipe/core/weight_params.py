@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe.core import domain
@@ -55,8 +56,8 @@ class WeightInit:
       )
     if self.method == 'custom' and not callable(self.custom):
       raise ValueError(f'custom of WeightInit must be a function, got {self.custom!r}')
-    scales = domain.Number() if self.method == 'constant' else domain.NOT_NEGATIVE
-    scales.Check(f'the scale of {self.method}', self.scale)
+    scales = {'constant': domain.ANY, 'category': domain.Int(1)}  # InitialValue checks a constant.
+    scales.get(self.method, domain.NOT_NEGATIVE).Check(f'the scale of {self.method}', self.scale)
 
   @classmethod
   def Gaussian(cls, scale: float = 1.0) -> WeightInit:
@@ -247,6 +248,19 @@ def ForPart(init: WeightInit, part: Sequence[int], whole: Sequence[int]) -> Weig
   return init if ratio == 1 else dataclasses.replace(init, scale=init.scale * ratio)
 
 
+def _Constant(value: Any, dtype: tf.DType, path: str) -> tf.Tensor:
+  """Returns a number as a scalar of a dtype; ValueError if the dtype cannot hold it."""
+  try:
+    with np.errstate(all='ignore'):
+      scalar = np.asarray(value).astype(dtype.as_numpy_dtype)
+    is_out_of_range = bool(np.isfinite(value)) and not np.isfinite(scalar)
+  except (TypeError, ValueError, OverflowError):
+    is_out_of_range = True
+  if is_out_of_range:
+    raise ValueError(f'{path}: the constant {value!r} does not fit {dtype.name}')
+  return tf.constant(scalar, dtype)
+
+
 def InitialValue(weight: WeightParams, random_seed: int, path: str) -> tf.Tensor:
   """Returns the initial value of the weight at `path`, a tensor of its shape and dtype.
 
@@ -262,7 +276,7 @@ def InitialValue(weight: WeightParams, random_seed: int, path: str) -> tf.Tensor
     )
   draw_dtype = tf.float64 if weight.dtype == tf.float64 else tf.float32
   if weight.init.method == 'constant':
-    return tf.fill(weight.shape, tf.cast(weight.init.scale, weight.dtype))
+    return tf.fill(weight.shape, _Constant(weight.init.scale, weight.dtype, path))
   kind, limit = _METHODS[weight.init.method]
   size = limit(weight.shape, weight.init.scale)
   seed = [Hash64(path), int(random_seed)]

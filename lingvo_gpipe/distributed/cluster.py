@@ -23,7 +23,7 @@ from lingvo_gpipe.distributed import (
 PLATFORMS = ('auto', 'cpu', 'gpu', 'tpu')
 
 # TensorFlow needs seconds for a thousand.
-_MAX_CPU_DEVICES = 4096
+MAX_CPU_DEVICES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,9 +291,9 @@ def _MakeCpuDevices(
   count: int, needed: int, threads: int | None, gpus: list[Any]
 ) -> tuple[list[str], str]:
   """Creates logical CPU devices unless they exist; returns (names, description)."""
-  if count > _MAX_CPU_DEVICES:
+  if count > MAX_CPU_DEVICES:
     raise ValueError(
-      f'at most {_MAX_CPU_DEVICES} logical CPU devices can be made, got {count}: use fewer stages, '
+      f'at most {MAX_CPU_DEVICES} logical CPU devices can be made, got {count}: use fewer stages, '
       'replicas or devices'
     )
   cores = Cores()

@@ -70,7 +70,7 @@ def Bytes() -> int:
 
 
 def CheckBytes(content: str, num_bytes: int, advice: str) -> None:
-  """Checks anything else.
+  """Checks that something else fits the memory of this machine.
 
   Args:
     content: the beginning of the message, in the plural.

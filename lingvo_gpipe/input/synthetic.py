@@ -47,15 +47,15 @@ class _SyntheticInput(base_input_generator.BaseInputGenerator):
 
   def _RuleHashes(self, purpose: int, size: int) -> np.ndarray:
     """Returns uint64 [size], random numbers of the rule."""
-    self._CheckRule(size)
+    self._CheckRule(8 * size)
     with tf.init_scope(), tf.device('/device:CPU:0'):
       seed = self.params.data_seed * _NUM_PURPOSES + purpose
       return index_order.TensorHash64(seed, tf.range(size, dtype=tf.int64)).numpy()
 
-  def _CheckRule(self, size: int) -> None:
-    """Raises ValueError if `size` numbers of 64 bits exceed the memory."""
+  def _CheckRule(self, num_bytes: int) -> None:
+    """Raises ValueError if the numbers of the rule exceed the memory."""
     content = f'the numbers of the rule of {type(self).__name__} {self.params.name!r}'
-    host_memory.CheckBytes(content, 8 * size, 'take smaller sizes')
+    host_memory.CheckBytes(content, num_bytes, 'take smaller sizes')
 
 
 # Purposes of random numbers; each one has its own seed.
@@ -76,7 +76,7 @@ class SyntheticLmInput(_SyntheticInput):
   def Params(cls) -> hyperparams.InstantiableParams:
     p = super().Params()
     p.Define('seq_len', 32, 'Number of ids that an example predicts.', domain.SIZE)
-    p.Define('vocab_size', 64, 'Ids are 0 ... vocab_size - 1.', domain.Int(2, (1 << 31) - 1))
+    p.Define('vocab_size', 64, 'Ids are 0 ... vocab_size - 1.', domain.Size(2))
     p.Define('order', 1, 'Distance to the earlier id that determines an id.', domain.SIZE)
     return p
 
@@ -90,7 +90,7 @@ class SyntheticLmInput(_SyntheticInput):
   def _powers(self) -> tf.Tensor:
     """int32 [j, vocab_size]: the permutation applied j times, for all j that a sequence needs."""
     p = self.params
-    self._CheckRule(p.vocab_size * (p.seq_len // p.order + 1))
+    self._CheckRule(20 * p.vocab_size * (p.seq_len // p.order + 1))  # Three copies exist at once.
     # Sorts hashes, as the streams of NumPy's generators change with its versions.
     permutation = np.argsort(self._RuleHashes(_NEXT_ID, p.vocab_size), kind='stable')
     powers = [np.arange(p.vocab_size)]

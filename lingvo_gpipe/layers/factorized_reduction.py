@@ -22,7 +22,7 @@ class FactorizedReductionLayer(base_layer.BaseLayer):
     """Returns the Params of a FactorizedReductionLayer."""
     p = super().Params()
     p.Define('input_dim', 0, 'Number of input channels.', domain.SIZE)
-    p.Define('output_dim', 0, 'Number of output channels.', domain.Int(2, multiple_of=2))
+    p.Define('output_dim', 0, 'Number of output channels.', domain.Size(2, multiple_of=2))
     p.Define('activation', 'RELU', 'Name of the activation of the inputs.', activations.NAME)
     p.Define('conv_tpl', conv.Conv2DLayerNoPadding.Params(), 'Template of the convolutions.')
     p.Define('batch_norm_tpl', batch_norm.BatchNormLayer.Params(), 'Template of the batch norm.')

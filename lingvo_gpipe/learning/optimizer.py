@@ -57,7 +57,8 @@ _DOMAINS = {
   'ns_steps': domain.Int(1, 100),
   'warmup_steps': domain.STEPS,
 }
-# Shares of the old value in averages over the steps. Adam divides by 1 - beta^step.
+# Shares of the old value in averages over the steps. Adam divides by 1 - beta^step, and with a beta
+# of 1 Lion would learn nothing.
 _BETAS = ('beta_1', 'beta_2', 'adam_beta_1', 'adam_beta_2')
 _DECAYS = ('momentum', 'rho')
 

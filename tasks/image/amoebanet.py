@@ -98,6 +98,12 @@ class AmoebaNet(classifier.ImageClassifier):
         AddCell('reduction', filters)
       AddCell('normal', filters)
       if p.aux_loss_weight and i == 2 * p.num_cells // 3 - 1:
+        if size < heads.MIN_SIZE:
+          raise ValueError(
+            f'{self.path}: with image_size {p.image_size} the auxiliary head would see features of '
+            f'{size}x{size}, but needs {heads.MIN_SIZE}x{heads.MIN_SIZE}: use larger images or '
+            'aux_loss_weight 0'
+          )
         layers.append(skip.StashLayer.Params().Set(key=_AUX_KEY))
         aux_head = heads.AuxiliaryHead.Params().Set(
           key=_AUX_KEY,

@@ -92,7 +92,7 @@ class AmoebaNetCell(base_layer.BaseLayer):
     """Returns the Params of an AmoebaNetCell."""
     p = super().Params()
     p.Define('kind', 'd_normal', 'Name of the graph; see CELLS.', domain.OneOf(*CELLS))
-    p.Define('filters', 0, 'Channels of every state of the cell.', domain.Int(4, multiple_of=4))
+    p.Define('filters', 0, 'Channels of every state of the cell.', domain.Size(4, multiple_of=4))
     p.Define('input_dim', 0, 'Channels of the last cell.', domain.SIZE)
     p.Define(
       'previous_dim',

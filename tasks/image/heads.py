@@ -86,7 +86,7 @@ class AuxiliaryHead(base_layer.BaseLayer):
     p = super().Params()
     p.Define('key', 'aux_head', 'Name of the skip connection.', nested_map.KEY)
     p.Define('input_dim', 0, 'Number of channels of the features.', domain.SIZE)
-    p.Define('input_size', 0, 'Height and width of the features.', domain.Int(_WINDOW))
+    p.Define('input_size', 0, 'Height and width of the features.', domain.Size(MIN_SIZE))
     p.Define('num_classes', 0, 'Number of classes.', domain.SIZE)
     p.Define(
       'scale', 0.4, 'Factor of the widths, 128 and 768, of the two convolutions.', domain.POSITIVE
@@ -97,7 +97,7 @@ class AuxiliaryHead(base_layer.BaseLayer):
   def __init__(self, params: hyperparams.InstantiableParams) -> None:
     super().__init__(params)
     p = self.params
-    size = -(-(p.input_size - _WINDOW + 1) // _STRIDE)
+    size = -(-(p.input_size - MIN_SIZE + 1) // _STRIDE)
     small, large = int(128 * p.scale), int(768 * p.scale)
     block = conv_batch_norm.ConvBatchNormLayer.Params().Set(
       padding='VALID', batch_norm_tpl=p.batch_norm_tpl
@@ -105,7 +105,7 @@ class AuxiliaryHead(base_layer.BaseLayer):
     # Each block begins with a ReLU, except the first: its ReLU comes before the pool.
     layers = [
       pooling.PoolingLayer.Params().Set(
-        window_shape=(_WINDOW, _WINDOW),
+        window_shape=(MIN_SIZE, MIN_SIZE),
         window_stride=(_STRIDE, _STRIDE),
         pooling_type='AVG',
         padding='VALID',
@@ -139,7 +139,7 @@ class AuxiliaryHead(base_layer.BaseLayer):
     return args, nested_map.NestedMap()
 
 
-_WINDOW, _STRIDE = 5, 3
+MIN_SIZE, _STRIDE = 5, 3
 
 
 def _Logits(input_dim: int, num_classes: int) -> hyperparams.InstantiableParams:

@@ -25,7 +25,8 @@ class LeNet5(classifier.ImageClassifier):
     """Returns the Params of the network."""
     p = super().Params()
     p.Delete('image_size')
-    p.Define('image_size', 0, 'Height and width of the images.', domain.Int(4))  # Two pools of 2x2.
+    # Two pools of 2x2 follow.
+    p.Define('image_size', 0, 'Height and width of the images.', domain.Size(4))
     p.Define('filter_size', 5, 'Height and width of the filters.', domain.SIZE)
     p.Define(
       'filters', [20, 50], 'Channels of the two convolutions.', domain.ListOf(domain.SIZE, 2)

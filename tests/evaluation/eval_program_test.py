@@ -2,6 +2,7 @@
 """Checkpoint, run and weights that the evaluator takes, and its end."""
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -264,7 +265,7 @@ def testSkippedCheckpointsAreLoggedOnce(run, monkeypatch, caplog, is_removed):
   assert evaluator.Run() == 0
   assert list(_Lines(run)) == [2, 10]
   (message,) = _Skipped(caplog)
-  assert naming.Names(message, 'eval_test', 'step 6', 'step 10')
+  assert naming.Names(message, 'eval_test') and re.search(r'\bstep 6\b.*\bstep 10\b', message)
   assert not naming.Names(message, 'step 2')
   assert naming.Names(message, 'removed') == is_removed
 

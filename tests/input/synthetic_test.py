@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_gpipe.distributed import host_memory
 from lingvo_gpipe.input import synthetic
 from tests import naming
 
@@ -138,7 +139,8 @@ def testInvalidParamsAreNamed(make, params):
     (_Regression, {'num_targets': 2**31 - 1, 'num_hidden': 2**10}),
   ],
 )
-def testRuleMustFitTheMemory(make, params):
+def testRuleMustFitTheMemory(monkeypatch, make, params):
+  monkeypatch.setattr(host_memory, 'Bytes', lambda: 2**34)
   with pytest.raises(ValueError, match=naming.Naming('the rule', 'memory')):
     make(num_examples=1, **params).Dataset()
 

@@ -151,7 +151,7 @@ def testRestartInTheMiddleIsExact(tmp_path, capsys, caplog):
   out = capsys.readouterr().out
   assert naming.Names(out, '2 shapes')
   assert naming.AnyLineNames(out, 'resuming', 'step 2', f'{sum(rows[:4])} examples')
-  assert [message for message in caplog.messages if naming.Names(message, 'shape')] == []
+  assert [message for message in caplog.messages if 'shape' in message] == []
   store = checkpointer.Checkpointer(str(tmp_path / 'parts' / 'train'))
   assert store.ReadMetadata(store.Latest())['examples_consumed'] == sum(rows)
 

@@ -81,6 +81,7 @@ class Child:
         signal.signal(number, signal.SIG_DFL)
       # As a program's first import does; here it was imported already.
       signal.signal(signal.SIGINT, lambda number, frame: interrupts.End())
+      os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
       for descriptor, path in enumerate(self._outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
       run()
@@ -175,7 +176,7 @@ class Runner:
 
     Args:
       child: the program.
-      seconds: a longer time limit than `Runner`'s.
+      seconds: the time limit, if it is longer than the runner's.
     """
     seconds = max(seconds, self._seconds)
     ended = child.Wait(seconds)

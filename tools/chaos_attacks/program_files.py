@@ -186,7 +186,7 @@ def _MakeNothing(folder: pathlib.Path) -> None:
 
 
 def _UsePath(draw: random.Random, folder: pathlib.Path) -> file_attacks.Command:
-  """Uses a path that no file has: with bytes that are not UTF-8, with NUL, too long, a device."""
+  """Uses a path that no reader expects: not in UTF-8, with NUL, too long, or of a device."""
   path = draw.choice([f'{folder}/{draw.choice(_NAMES)}', draw.choice(_DEVICES)])
   args = _Args(folder / 'run', 'task.train.eval_datasets:[]') + ['--max_steps=1']
   inspect = [f'--model={_MODEL}', '--mode=inspect_params']

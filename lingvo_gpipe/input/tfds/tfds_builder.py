@@ -23,7 +23,7 @@ from lingvo_gpipe.input.records import tf_record_index, tf_records
 # Identifies the order of `Examples` in the key of a cache; older caches have another order.
 ORDER = 'file by file'
 
-# The domain of params.
+# The domain of params that name a data set.
 DATASET = domain.Domain(
   'the name of a data set of TFDS, such as cifar10 or wmt14_translate/de-en',
   lambda x: domain.STR.contains(x) and bool(x),

@@ -103,7 +103,10 @@ def testParamsReachTheLayers():
     ({'num_cells': 0}, ('num_cells', 0)),
     ({'num_cells': 1, 'aux_loss_weight': 0.4}, ('aux_loss_weight', 'num_cells', 2, 1)),
     ({'reduction_size': 40}, ('reduction_size', 16, 40)),
-    ({'image_size': 32, 'aux_loss_weight': 0.4}, ('AuxiliaryHead', 'input_size', 5, 2)),
+    (
+      {'image_size': 32, 'aux_loss_weight': 0.4},
+      ('image_size 32', '2x2', '5x5', 'aux_loss_weight'),
+    ),
   ],
 )
 def testWrongParamsRaise(values, names):
