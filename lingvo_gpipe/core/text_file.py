@@ -36,12 +36,16 @@ def ReadBytes(path: str, context: str, size: int = -1) -> bytes:
   """
   try:
     with open(path, 'rb') as f:
-      mode = os.fstat(f.fileno()).st_mode
-      if size < 0 and (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
+      if size < 0 and IsDevice(os.fstat(f.fileno())):
         raise OSError('it is a device, which may have no end')
       return f.read(size)
   except (OSError, ValueError) as e:  # ValueError: the path has NUL.
     raise OSError(f'{context}: {path!r} cannot be read: {getattr(e, "strerror", None) or e}') from e
+
+
+def IsDevice(status: os.stat_result) -> bool:
+  """Whether the status of a file is of a device such as /dev/zero."""
+  return stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
 
 
 def Decode(content: bytes, path: str, context: str, first_line: int = 1) -> str:

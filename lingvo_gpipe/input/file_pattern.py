@@ -25,7 +25,7 @@ def Files(pattern: str | Sequence[str], context: str) -> list[str]:
     context: start of messages, such as 'TextFilesInput: param file_pattern'.
 
   Raises:
-    ValueError: the pattern is empty or matches no file.
+    ValueError: the pattern is empty, or matches no file or a device.
     OSError: a match, such as a symbolic link, leads to no file.
   """
   if not pattern:
@@ -40,6 +40,8 @@ def Files(pattern: str | Sequence[str], context: str) -> list[str]:
     if not os.path.exists(path):
       with files.Reading(path, context):
         tf.io.gfile.stat(path)
+    if text_file.IsDevice(os.stat(path)):
+      raise ValueError(f'{context}: {path!r} is a device, which may have no end')
   if not paths:
     raise ValueError(
       f'{context}: no file matches {pattern!r}: check the path (relative paths start at '
