@@ -417,9 +417,6 @@ class StageMath:
     self, layer: base_layer.BaseLayer, theta: nested_map.NestedMap, x: nested_map.NestedMap
   ) -> tuple[Any, Any]:
     """Returns a layer's outputs, and the skips that begin there."""
-    if getattr(layer.FPropSkips, '__func__', None) is base_layer.BaseLayer.FPropSkips:
-      # Most layers have no skips: this is the default, in one call less.
-      return layer.FProp(theta, *x.args), nested_map.NestedMap()
     return layer.FPropSkips(theta, x.skips, *x.args)
 
   def _LossTakesInputs(self, i: int) -> bool:
