@@ -7,7 +7,7 @@ import functools
 import hashlib
 import pathlib
 import random
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -307,18 +307,14 @@ def _MakeDataset(folder: pathlib.Path) -> None:
   ChaosExamples(data_dir=str(folder)).download_and_prepare()
 
 
-def _TfdsInput(
-  folder: pathlib.Path, p: hyperparams.InstantiableParams, policy: str
-) -> tfds_text.TfdsTextInput | tfds_images.TfdsImageInput:
+def _TfdsInput(folder: pathlib.Path, p: hyperparams.InstantiableParams, policy: str) -> Any:
   p.Set(name='Train', dataset='chaos_examples', data_dir=str(folder), damaged_records=policy)
-  source = p.Set(batch_size=2, num_epochs=1, shuffle=False).Instantiate()
-  return cast(tfds_text.TfdsTextInput | tfds_images.TfdsImageInput, source)
+  return p.Set(batch_size=2, num_epochs=1, shuffle=False).Instantiate()
 
 
 def _ReadDatasetTexts(folder: pathlib.Path, policy: str) -> list[str]:
   p = tfds_text.TfdsTextInput.Params().Set(seq_len=16, vocab_filepath=str(folder / 'unused'))
-  source = _TfdsInput(folder, p, policy)
-  return list(cast(tfds_text.TfdsTextInput, source).VocabularyTexts())
+  return list(_TfdsInput(folder, p, policy).VocabularyTexts())
 
 
 def _ReadDatasetImages(folder: pathlib.Path, policy: str, in_memory: bool) -> list[str]:

@@ -107,9 +107,8 @@ def _Compare(kind: Kind, intact: pathlib.Path, folder: pathlib.Path) -> None:
   except (ValueError, OSError) as e:
     text = str(e)
     # Damage may lead to files elsewhere. Sizes above the memory are refused by a weight's name.
-    names_file = re.search(r"'/(?!job:|device:|replica:)", text) or str(folder) in text
-    names_file = names_file or 'more than the memory' in text
-    if '\n' in text or not names_file:
+    named = rf"'/(?!job:|device:|replica:)|{re.escape(str(folder))}|more than the memory"
+    if '\n' in text or not re.search(named, text):
       raise children.FindingError(f'not one line that names a file: {e!r}') from e
     if kind.expected and is_right:
       raise children.FindingError(f'{e!r} in place of {expected!r:.500}') from e

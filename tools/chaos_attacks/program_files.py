@@ -25,19 +25,8 @@ _WARM_START = "task.train.init_from_checkpoint_rules:{{'{}': ([(r'(.*)', r'\\1')
 _NAMES = ['\udcff', 'x' * 5000, 'a\0b', '\udce9/x', '/x' * 2500]
 _DEVICES = ['/dev/zero', '/dev/null', '/dev/stdin', '/proc/version', '/']
 _NUMBERS = [
-  '-1',
-  '0',
-  '1',
-  '3',
-  '4097',
-  '99999999999',
-  str(2**63),
-  '1e30',
-  'x',
-  '',
-  '0,1',
-  '\u0663',
-]
+  '-1', '0', '1', '3', '4097', '99999999999', str(2**63), '1e30', 'x', '', '0,1', '\u0663',
+]  # fmt: skip
 
 
 def _MakeFlags(folder: pathlib.Path) -> None:
