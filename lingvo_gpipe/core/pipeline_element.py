@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side of a layer that the pipeline, the loss and the cost model use.
+"""The side of a layer that the pipeline, the loss and the cost model use; sequences of layers.
 
 The author of a layer needs only `base_layer`, unless the layer has a cost that cannot be counted,
 skip connections, or a loss that does without its outputs.
@@ -8,7 +8,7 @@ skip connections, or a loss that does without its outputs.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -147,3 +147,46 @@ class PipelineElement(layer_tree.LayerTree):
     p = params.Copy()
     p.name = p.name or 'layer'
     return fprop_trace.TraceLayer(p.Instantiate(), skip_specs, *input_specs)
+
+
+def CheckNoSkips(layer: PipelineElement) -> None:
+  """Raises NotImplementedError if a layer has skip connections, which decoding cannot carry."""
+  if names := (*layer.skips_in, *layer.skips_out):
+    raise NotImplementedError(
+      f'{layer.path} ({type(layer).__name__}) begins or takes the skip {names[0]!r}; decoding '
+      'position by position has no skip connections: pass the tensor as an argument of the layers'
+    )
+
+
+def AsTuple(outputs: Any) -> tuple[Any, ...]:
+  """Returns a layer's outputs as a tuple: the arguments of the next layer."""
+  return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def RunLayers(
+  layers: Sequence[PipelineElement],
+  run: Callable[[int, Any, tuple[Any, ...], nested_map.NestedMap], tuple[Any, Any]],
+  args: tuple[Any, ...],
+  skips: nested_map.NestedMap | None = None,
+) -> tuple[Any, nested_map.NestedMap]:
+  """Runs layers in sequence, each on the outputs of the previous layer.
+
+  Args:
+    layers: a flat list.
+    run: (index, layer, arguments, skips that the layer takes) -> (outputs, skips that begin there).
+    args: the arguments of the first layer.
+    skips: skips that begin before the first layer, {name: nest}.
+
+  Returns:
+    The last layer's outputs, and all skips.
+  """
+  outputs: Any = args
+  skips = nested_map.NestedMap(skips or {})
+  for i, layer in enumerate(layers):
+    skips_in = nested_map.NestedMap({name: skips[name] for name in layer.skips_in if name in skips})
+    # Copies of the maps and lists: a layer may change its own.
+    outputs, begun = run(i, layer, *tf.nest.map_structure(lambda t: t, (args, skips_in)))
+    outputs, begun = tf.nest.map_structure(lambda t: t, (outputs, begun))
+    skips.update(begun)
+    args = AsTuple(outputs)
+  return outputs, skips

@@ -19,8 +19,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from lingvo_gpipe.core import fprop_context, nested_map
-from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.core import fprop_context, nested_map, pipeline_element
 from lingvo_gpipe.layers.keras import keras_cell_layer, keras_equality
 from lingvo_gpipe.pipeline.stages import micro_batch
 
@@ -147,7 +146,7 @@ class Trial:
       take = lambda t: None if t is None else tf.gather(t, rows)  # noqa: E731
       return tf.nest.map_structure(take, self._args)
 
-    sequential.RunLayers(layers, Run, ([Take(rows) for rows in batches],))
+    pipeline_element.RunLayers(layers, Run, ([Take(rows) for rows in batches],))
     losses: dict[Any, list[float]] = {}
     for context in contexts:
       for layer, name, value, _ in context.aux_losses:

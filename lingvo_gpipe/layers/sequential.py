@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
-from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map
+from lingvo_gpipe.core import base_layer, domain, hyperparams, nested_map, pipeline_element
 
 
 def FlattenSequential(params: hyperparams.InstantiableParams) -> list[Any]:
@@ -39,49 +37,6 @@ def FlattenSequential(params: hyperparams.InstantiableParams) -> list[Any]:
   return flat * params.repeat
 
 
-def CheckNoSkips(layer: base_layer.BaseLayer) -> None:
-  """Raises NotImplementedError if a layer has skip connections, which decoding cannot carry."""
-  if names := (*layer.skips_in, *layer.skips_out):
-    raise NotImplementedError(
-      f'{layer.path} ({type(layer).__name__}) begins or takes the skip {names[0]!r}; decoding '
-      'position by position has no skip connections: pass the tensor as an argument of the layers'
-    )
-
-
-def AsTuple(outputs: Any) -> tuple[Any, ...]:
-  """Returns a layer's outputs as a tuple: the arguments of the next layer."""
-  return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def RunLayers(
-  layers: Sequence[base_layer.BaseLayer],
-  run: Callable[[int, Any, tuple[Any, ...], nested_map.NestedMap], tuple[Any, Any]],
-  args: tuple[Any, ...],
-  skips: nested_map.NestedMap | None = None,
-) -> tuple[Any, nested_map.NestedMap]:
-  """Runs layers in sequence, each on the outputs of the previous layer.
-
-  Args:
-    layers: a flat list.
-    run: (index, layer, arguments, skips that the layer takes) -> (outputs, skips that begin there).
-    args: the arguments of the first layer.
-    skips: skips that begin before the first layer, {name: nest}.
-
-  Returns:
-    The last layer's outputs, and all skips.
-  """
-  outputs: Any = args
-  skips = nested_map.NestedMap(skips or {})
-  for i, layer in enumerate(layers):
-    skips_in = nested_map.NestedMap({name: skips[name] for name in layer.skips_in if name in skips})
-    # Copies of the maps and lists: a layer may change its own.
-    outputs, begun = run(i, layer, *tf.nest.map_structure(lambda t: t, (args, skips_in)))
-    outputs, begun = tf.nest.map_structure(lambda t: t, (outputs, begun))
-    skips.update(begun)
-    args = AsTuple(outputs)
-  return outputs, skips
-
-
 def FPropLayers(
   layers: Sequence[base_layer.BaseLayer], thetas: Sequence[nested_map.NestedMap], *args: Any
 ) -> Any:
@@ -96,7 +51,7 @@ def FPropLayers(
   def Run(i: int, layer: Any, args: tuple[Any, ...], skips: nested_map.NestedMap) -> Any:
     return layer.FPropSkips(thetas[i], skips, *args)
 
-  return RunLayers(layers, Run, args)[0]
+  return pipeline_element.RunLayers(layers, Run, args)[0]
 
 
 def FPropMetaLayers(
@@ -117,7 +72,7 @@ def FPropMetaLayers(
     flops.append(meta.flops)
     return tuple(meta.out_specs), stashed
 
-  specs, _ = RunLayers(p.Instantiate().layers, Run, input_specs)
+  specs, _ = pipeline_element.RunLayers(p.Instantiate().layers, Run, input_specs)
   return nested_map.NestedMap(flops=sum(flops), out_specs=specs)
 
 
@@ -131,12 +86,12 @@ def PrefillLayers(
   states = []
 
   def Run(i: int, layer: Any, args: tuple[Any, ...], _: nested_map.NestedMap) -> Any:
-    CheckNoSkips(layer)
+    pipeline_element.CheckNoSkips(layer)
     outputs, state = layer.Prefill(thetas[i], *args, max_length=max_length)
     states.append(state)
     return outputs, {}
 
-  return RunLayers(layers, Run, args)[0], states
+  return pipeline_element.RunLayers(layers, Run, args)[0], states
 
 
 def ExtendStepLayers(
@@ -150,12 +105,12 @@ def ExtendStepLayers(
   new_states = []
 
   def Run(i: int, layer: Any, args: tuple[Any, ...], _: nested_map.NestedMap) -> Any:
-    CheckNoSkips(layer)
+    pipeline_element.CheckNoSkips(layer)
     outputs, state = layer.ExtendStep(thetas[i], states[i], *args, time_step=time_step)
     new_states.append(state)
     return outputs, {}
 
-  return RunLayers(layers, Run, args)[0], new_states
+  return pipeline_element.RunLayers(layers, Run, args)[0], new_states
 
 
 class SequentialLayer(base_layer.BaseLayer):

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context, nested_map, shapes
-from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.core import fprop_context, nested_map, pipeline_element, shapes
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline.stages import (
   leaves,
@@ -132,7 +131,7 @@ class _MicroBatchRun:
       calls.append(call)
       return outputs, stashed
 
-    outputs, _ = sequential.RunLayers([s.layers[i] for s, i in places], Run, args)
+    outputs, _ = pipeline_element.RunLayers([s.layers[i] for s, i in places], Run, args)
     return calls, outputs
 
   def _Outputs(self, call: _Call, variables: Any) -> tuple[Any, Any, list[Any]]:
@@ -145,7 +144,7 @@ class _MicroBatchRun:
       out, stashed = layer.FPropSkips(layer.ThetaFrom(variables), call.skips, *call.args)
     aux = [(name, value, coefficient) for _, name, value, coefficient in context.aux_losses]
     out, stashed = stage_math.AsTensors(layer, out), stage_math.AsTensors(layer, stashed)
-    return sequential.AsTuple(out), stashed, aux
+    return pipeline_element.AsTuple(out), stashed, aux
 
   def _LossGradient(self, outputs: tuple[Any, ...], side: Any, loss_weight: tf.Tensor) -> Any:
     """Returns a nest like the outputs, with the gradient of the weighted loss."""

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map
+from lingvo_gpipe.core import base_layer, fprop_context, nested_map, pipeline_element
 from lingvo_gpipe.graph import side_effects
-from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline import emission, engine, failed_step
 from lingvo_gpipe.pipeline.schedule import actions
 from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_math
@@ -108,7 +107,7 @@ class DecodingFunctions:
       return outputs, {}
 
     with fprop_context.Enter(fprop_context.FPropContext(do_eval=True)):
-      outputs, _ = sequential.RunLayers(self.layers, Run, args)
+      outputs, _ = pipeline_element.RunLayers(self.layers, Run, args)
     return outputs, states
 
 
@@ -132,7 +131,7 @@ class Decoder:
     self._functions: dict[Any, DecodingFunctions] = {}
     for s in pipeline.stages:
       for layer in s.layers:
-        sequential.CheckNoSkips(layer)
+        pipeline_element.CheckNoSkips(layer)
     self._prefill = tf.function(self._Prefill, autograph=False)
     self._extend_step = tf.function(self._ExtendStep, autograph=False)
     self._reorder = tf.function(self._Reorder, autograph=False)
@@ -244,7 +243,7 @@ class Decoder:
     def Emit(s: stage_lib.Stage, action: actions.Action) -> None:
       k, m = action.stage, action.micro_batch
       # All slices of the head take the inputs of the head.
-      args = sequential.AsTuple(stage_args[min(k, first_slice), m])
+      args = pipeline_element.AsTuple(stage_args[min(k, first_slice), m])
       if tables and not k:
         ids, *extras = args
         args = (functions.SharedTable(tables[0]).LookUpIn(tables, ids, s.device), *extras)

@@ -21,8 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, nested_map, weight_params
-from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.core import base_layer, nested_map, pipeline_element, weight_params
 from lingvo_gpipe.pipeline import host_copies
 from lingvo_gpipe.pipeline.schedule import actions, rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import failures, leaves, micro_batch, shared_functions, stage_math
@@ -345,7 +344,7 @@ class Emission:
   def _TakeInput(self, s: stage_lib.Stage, m: int) -> None:
     """Sets x of the stage: the outputs of the stage before, and the skips that end here."""
     skips = nested_map.NestedMap({name: self._skips[name, m] for name in s.imports})
-    args = sequential.AsTuple(self._args[s.index, m])
+    args = pipeline_element.AsTuple(self._args[s.index, m])
     self._x[s.index, m] = nested_map.NestedMap(args=args, skips=skips)
 
   def _Give(self, s: stage_lib.Stage, m: int, y: Any, sums: nested_map.NestedMap) -> None:

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context, nested_map
-from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.core import fprop_context, nested_map, pipeline_element
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline import failed_step, pipelining_layer, replicas
 from lingvo_gpipe.pipeline.stages import failures, micro_batch, stage_math
@@ -307,7 +306,7 @@ class _Reference:
       with failures.NoteLayer(layer, args):
         return layer.FPropSkips(layer.theta, skips, *args)
 
-    outputs = sequential.AsTuple(sequential.RunLayers(self._layers, Run, args)[0])
+    outputs = pipeline_element.AsTuple(pipeline_element.RunLayers(self._layers, Run, args)[0])
     loss, weight = self._loss_fn([layer.theta for layer in self._last_layers], outputs, side)[
       'loss'
     ]

@@ -18,8 +18,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.layers import chunked_logits, sequential
+from lingvo_gpipe.core import nested_map, pipeline_element
+from lingvo_gpipe.layers import chunked_logits
 from lingvo_gpipe.pipeline import emission, host_copies
 from lingvo_gpipe.pipeline.schedule import rematerialisation, schedules
 from lingvo_gpipe.pipeline.stages import (
@@ -123,7 +123,7 @@ class VocabularyEmission(emission.Emission):
       if self._tables and not s.index:
         self._LookUp(s, m)
       return
-    args, skips = sequential.AsTuple(self._args[self._head.index, m]), nested_map.NestedMap()
+    args, skips = pipeline_element.AsTuple(self._args[self._head.index, m]), nested_map.NestedMap()
     if not self._with_loss:
       self._x[s.index, m] = nested_map.NestedMap(args=args, skips=skips)
       return
@@ -180,7 +180,7 @@ class VocabularyEmission(emission.Emission):
     self._x[0, m] = nested_map.NestedMap(args=(rows, *extras), skips=self._x[0, m].skips)
 
   def _AddGradientOfRows(self, m: int, dy: tf.Tensor) -> None:
-    ids, *_ = sequential.AsTuple(self._args[0, m])
+    ids, *_ = pipeline_element.AsTuple(self._args[0, m])
     for table in self._tables:
       if not table.has_weight_gradient:
         continue

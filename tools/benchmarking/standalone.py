@@ -20,8 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.core import nested_map, pipeline_element
 from lingvo_gpipe.learning import multi_learner
 from lingvo_gpipe.pipeline import engine as engine_lib
 from lingvo_gpipe.pipeline.cost import simulator
@@ -164,7 +163,7 @@ def _Actions(
     calls.append(_Calls(engine, s, x, side if last else None, loss_weight, 'B' in kinds))
     if not last:
       y = _RunOnce(calls[-1], 'F')[0]
-      x = nested_map.NestedMap(args=sequential.AsTuple(y.args), skips=y.skips)
+      x = nested_map.NestedMap(args=pipeline_element.AsTuple(y.args), skips=y.skips)
   times: dict[str, list[tuple[list[float], list[float]]]] = {}
   dy = None
   for c in reversed(calls):

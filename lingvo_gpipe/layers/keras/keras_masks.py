@@ -9,8 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import fprop_context, nested_map
-from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.core import fprop_context, nested_map, pipeline_element
 from lingvo_gpipe.layers.keras import keras_cell_layer
 
 # Computes the masks from the arguments of the first cell.
@@ -48,7 +47,7 @@ def OutputMasks(layers: Sequence[keras_cell_layer.KerasCellLayer], *, do_eval: b
 
     # Any step will do: its seeds are not used.
     with fprop_context.Enter(_SeedContext(do_eval, tf.zeros([], tf.int64), seed=seed)):
-      outputs, _ = sequential.RunLayers(layers, Run, args)
+      outputs, _ = pipeline_element.RunLayers(layers, Run, args)
     return [keras_cell_layer.Parts(x)[1] for x in outputs]
 
   compute = tf.function(Compute, autograph=False)

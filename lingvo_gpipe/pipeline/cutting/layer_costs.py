@@ -13,9 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_trace, nested_map, shapes
+from lingvo_gpipe.core import base_layer, fprop_trace, nested_map, pipeline_element, shapes
 from lingvo_gpipe.graph import flop_rules
-from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline.cost import stage_memory
 from lingvo_gpipe.pipeline.stages import retraces, split_backward, stage_math, vjp
 
@@ -156,7 +155,7 @@ class LayerCosts:
       costs.append(LayerCost(layer.path, kind, num_params, flops, outputs))
       return outputs, stashed
 
-    sequential.RunLayers(layers, Run, tuple(input_specs))
+    pipeline_element.RunLayers(layers, Run, tuple(input_specs))
     self.costs = tuple(costs)
     self.calls = tuple(calls)
 

@@ -21,8 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import nested_map
-from lingvo_gpipe.layers import sequential
+from lingvo_gpipe.core import nested_map, pipeline_element
 from lingvo_gpipe.pipeline.stages import leaves, split_backward, stage_functions, stage_math
 
 
@@ -143,7 +142,7 @@ class LayerBackward:
       outputs.append(y)
       return (y.args, y.skips) if y else ((), {})  # The loss takes the outputs of the last layer.
 
-    _, skips = sequential.RunLayers(self._math.layers, Run, call.x.args, call.x.skips)
+    _, skips = pipeline_element.RunLayers(self._math.layers, Run, call.x.args, call.x.skips)
     y = outputs[-1]
     if y:
       exported = nested_map.NestedMap({name: skips[name] for name in self._math.exports})

@@ -16,9 +16,15 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lingvo_gpipe.core import base_layer, fprop_context, nested_map, params_tree, shapes
+from lingvo_gpipe.core import (
+  base_layer,
+  fprop_context,
+  nested_map,
+  params_tree,
+  pipeline_element,
+  shapes,
+)
 from lingvo_gpipe.graph import side_effects
-from lingvo_gpipe.layers import sequential
 from lingvo_gpipe.pipeline.stages import failures, leaves, retraces, weighted_loss
 
 # Maps (theta of each layer of the last stage, outputs of the last layer, side inputs) of a
@@ -446,7 +452,9 @@ class StageMath:
       aux_losses.update(aux)
       return out.args, out.skips
 
-    outputs, skips = sequential.RunLayers(self.layers[self._first_run :], Run, x.args, x.skips)
+    outputs, skips = pipeline_element.RunLayers(
+      self.layers[self._first_run :], Run, x.args, x.skips
+    )
     exported = nested_map.NestedMap({name: skips[name] for name in self.exports})
     return nested_map.NestedMap(args=outputs, skips=exported), aux_losses
 
@@ -491,7 +499,7 @@ class StageMath:
       floats = [weighted_loss.WhereItCounts(x, weight) for x in leaves.Floats(nest)]
       return leaves.WithFloats(nest, floats)
 
-    outputs = Counted(sequential.AsTuple(outputs))
+    outputs = Counted(pipeline_element.AsTuple(outputs))
     try:
       weights: dict[str, Any] = {}
       for i, of_layer in enumerate(theta):
