@@ -114,7 +114,6 @@ def testValues(like, text, value):
   'like', [None, True, 1, 0.5, 'a', [1], (1,), {}, Color.RED, Options(), Options]
 )
 def testNoneIsAcceptedForEveryType(like):
-  assert len(params_text.ParseOverrides('a:[;' + 'b:1;' * (1 << 20))) == 1 + (1 << 20)
   for text in ('None', 'NoneType'):
     assert params_text.ParseValue(text, like, 'p.x') is None
 
@@ -221,6 +220,7 @@ def testOverridesWithoutKeyOrColonRaise(text, quoted):
 
 def testManyValuesWithOpenBracketsAreRefusedAtOnce():
   assert len(params_text.ParseOverrides('a:[;' * 500)) == 500
+  assert len(params_text.ParseOverrides('a:[;' + 'b:1;' * (1 << 16))) == 1 + (1 << 16)
   for text in ('a:[;' * 100_000, 'a:[;' * 10 + 'b' * (1 << 20)):
     with pytest.raises(ValueError, match=naming.Naming("'a'", 'brackets')):
       params_text.ParseOverrides(text)
