@@ -29,7 +29,6 @@ module imports no TensorFlow.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import math
@@ -279,10 +278,9 @@ class Params(params_tree.Node):
 
   def Copy(self) -> Self:
     """Returns a deep copy of the same class, which can be changed even if these are frozen."""
-    return copy.deepcopy(self)
+    return self.__deepcopy__({})
 
-  def __copy__(self) -> Self:
-    return copy.deepcopy(self)
+  __copy__ = Copy
 
   def __deepcopy__(self, memo: dict[int, Any]) -> Self:
     new = self.__class__.__new__(self.__class__)

@@ -24,6 +24,9 @@ VariableMaker = Callable[[str, str | None, Callable[[], tf.Variable]], tf.Variab
 class LayerTree(tf.Module):
   """The base class of `BaseLayer`: walks over the layers and their weights."""
 
+  # tf.Module looks this up whenever an attribute is set; not to find it is slow.
+  _self_setattr_tracking = True
+
   _params: Any
   _layer_children: dict[str, Any]
   _weights: dict[str, tuple[weight_params.WeightParams, bool]]

@@ -55,6 +55,10 @@ class Node:
     """Makes the node and its values read-only."""
     raise NotImplementedError()
 
+  def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    """Returns a deep copy, which is not frozen."""
+    raise NotImplementedError()
+
   def _Hint(self, name: str) -> str:
     """Returns advice about a name that is deliberately not defined, or ''."""
     del name
@@ -309,19 +313,36 @@ def _WithChildren(value: Any, fn: Callable[[Any], Any]) -> Any:
   if type(value) is tuple:
     return tuple(fn(item) for item in value)
   if literals.IsRecord(value):
+    fields = literals.RecordFields(value)
+    new_fields = {name: fn(item) for name, item in fields.items()}
+    is_frozen = type(value).__dataclass_params__.frozen
+    if is_frozen and all(new_fields[name] is item for name, item in fields.items()):
+      return value
     new = copy.copy(value)
-    for name in literals.RecordFields(value):
-      object.__setattr__(new, name, fn(getattr(value, name)))
+    for name, item in new_fields.items():
+      object.__setattr__(new, name, item)
     return new
   return None
 
 
+@functools.cache
+def _IsAtom(cls: type) -> bool:
+  return issubclass(cls, _ATOMS)
+
+
+@functools.cache
+def _IsShared(cls: type) -> bool:
+  return _IsAtom(cls) or cls.__module__.partition('.')[0] in _SHARED
+
+
 def DeepCopy(value: Any, memo: dict[int, Any]) -> Any:
   """Returns a deep copy that can be changed, or `value` itself if copies share it."""
-  if isinstance(value, _ATOMS) or type(value).__module__.partition('.')[0] in _SHARED:
+  if _IsShared(value.__class__):
     return value
   if id(value) in memo:
     return memo[id(value)]
+  if isinstance(value, Node):
+    return value.__deepcopy__(memo)
   new = _WithChildren(value, lambda child: DeepCopy(child, memo))
   if new is None:
     try:
@@ -339,7 +360,7 @@ def CopyContainers(value: Any, freeze: bool = False) -> Any:
     value: any value.
     freeze: whether to freeze the Params in it; if not, its lists become read-only.
   """
-  if isinstance(value, _ATOMS):
+  if _IsAtom(value.__class__):
     return value
   if isinstance(value, Node):
     if freeze:
