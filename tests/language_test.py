@@ -66,13 +66,9 @@ _EMPTY_NAMES = {
 }  # fmt: skip
 
 
-def _Files(*packages):
-  return [p for name in packages for p in sorted((_ROOT / name).rglob('*.py'))]
-
-
-def _Docstrings(tree):
+def _Docstrings(nodes):
   """(line, text) of every docstring."""
-  for node in ast.walk(tree):
+  for node in nodes:
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
       if text := ast.get_docstring(node):
         yield getattr(node, 'lineno', 1), text
@@ -84,71 +80,77 @@ def _Comments(source):
       yield token.start[0], token.string
 
 
-def _Messages(tree):
+def _Messages(nodes):
   """(line, text) of strings that people read: all with several words but docstrings."""
   silent = set()
-  for node in ast.walk(tree):
+  for node in nodes:
     if isinstance(node, ast.Expr):  # A docstring.
       silent.add(node.value)
     elif isinstance(node, ast.JoinedStr):
       silent.update(node.values)
       parts = (v.value if isinstance(v, ast.Constant) else '{}' for v in node.values)
       yield node.lineno, ''.join(parts)
-  for node in ast.walk(tree):
+  for node in nodes:
     is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
     if is_text and node not in silent and node.value.count(' ') > 1:
       yield node.lineno, node.value
 
 
-def _TestNames(tree):
+def _TestNames(nodes):
   """(line, words) of the name of every test."""
-  for node in ast.walk(tree):
+  for node in nodes:
     if isinstance(node, ast.FunctionDef) and node.name.startswith('test'):
       yield node.lineno, ' '.join(re.findall('[A-Z0-9][^A-Z]*', node.name)).lower()
 
 
-def _EmptyNames(tree):
+def _EmptyNames(nodes):
   """(line, name) of arguments and assigned variables that say nothing about their value."""
-  for node in ast.walk(tree):
+  for node in nodes:
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in _EMPTY_NAMES:
       yield node.lineno, node.id
     elif isinstance(node, ast.arg) and node.arg in _EMPTY_NAMES:
       yield node.lineno, node.arg
 
 
-def _FreeRelatives(paths):
-  """(places of `what` and `where` in docstrings, count of words)."""
-  places, words = [], 0
-  for path in paths:
-    for line, text in _Docstrings(ast.parse(path.read_text(encoding='utf-8'))):
-      words += len(_WORD.findall(text))
-      places += [f'{path}:{line}: {match[0]}' for match in _FREE_RELATIVE.finditer(text)]
-  return places, words
+class _Habits(NamedTuple):
+  """The habits of a Python file; a place is 'path:line: text'."""
+
+  free_relatives: list[str]  # Places of `what` and `where` in docstrings.
+  num_words: int  # Of docstrings.
+  phrases: list[str]
+  names: list[str]
 
 
-def _Phrases(paths):
-  for path in paths:
-    if path.name == 'language_test.py':
-      continue
-    source = path.read_text(encoding='utf-8')
-    tree = ast.parse(source)
-    # Strings of tests hold data, too.
-    texts = _TestNames(tree) if _IsTest(path) else _Messages(tree)
-    prose = [*_Docstrings(tree), *_Comments(source)]
-    for patterns, places in (((_PHRASES, _CODE_PHRASES), prose), ((_PHRASES,), texts)):
-      for pattern in patterns:
-        for line, text in places:
-          yield from (f'{path}:{line}: {match[0]}' for match in pattern.finditer(text))
+def _HabitsOf(path):
+  source = path.read_text(encoding='utf-8')
+  nodes = list(ast.walk(ast.parse(source)))
+  docstrings = list(_Docstrings(nodes))
+  prose = [*docstrings, *_Comments(source)]
+  # Strings of tests hold data, too.
+  texts = _TestNames(nodes) if path.is_relative_to(_ROOT / 'tests') else _Messages(nodes)
+  phrases = [*_Matches(prose, _PHRASES, _CODE_PHRASES), *_Matches(texts, _PHRASES)]
+  if path.name == 'language_test.py':
+    phrases = []
+  return _Habits(
+    [f'{path}:{place}' for place in _Matches(docstrings, _FREE_RELATIVE)],
+    sum(len(_WORD.findall(text)) for _, text in docstrings),
+    [f'{path}:{place}' for place in phrases],
+    [f'{path}:{line}: the name {name!r}' for line, name in _EmptyNames(nodes)],
+  )
 
 
-def _IsTest(path):
-  return path.is_relative_to(_ROOT / 'tests')
+def _Matches(texts, *patterns):
+  """Yields 'line: match' of each match in (line, text) pairs."""
+  for line, text in texts:
+    for pattern in patterns:
+      yield from (f'{line}: {match[0]}' for match in pattern.finditer(text))
 
 
-def _Names(paths):
-  for path in paths:
-    for line, name in _EmptyNames(ast.parse(path.read_text(encoding='utf-8'))):
-      yield f'{path}:{line}: the name {name!r}'
+def _AllHabits(paths):
+  """Returns the habits of several files together."""
+  habits = [_HabitsOf(path) for path in paths]
+  free_relatives, num_words, phrases, names = zip(*habits, strict=True)
+  return _Habits(sum(free_relatives, []), sum(num_words), sum(phrases, []), sum(names, []))
 
 
 # --- pages ---
@@ -271,25 +273,16 @@ def _Faults(name, text):
 
 
 @pytest.mark.parametrize('package', ['lingvo_gpipe', 'params', 'tasks', 'tests', 'tools'])
-def testDocstringsNameThingsByNouns(package):
-  places, words = _FreeRelatives(_Files(package))
-  rate = 1000 * len(places) / words
+def testCodeUsesPlainPhrasesAndNames(package):
+  """Docstrings name things by nouns, texts use the trade's phrases, and locals name their value."""
+  habits = _AllHabits(sorted((_ROOT / package).rglob('*.py')))
+  rate = 1000 * len(habits.free_relatives) / habits.num_words
   assert rate <= _MOST_FREE_RELATIVES, (
     f'{package}: {rate:.1f} of what and where in 1,000 words of docstrings, more than '
-    f'{_MOST_FREE_RELATIVES}:\n' + '\n'.join(places)
+    f'{_MOST_FREE_RELATIVES}:\n' + '\n'.join(habits.free_relatives)
   )
-
-
-@pytest.mark.parametrize('package', ['lingvo_gpipe', 'params', 'tasks', 'tests', 'tools'])
-def testTextAndTestNamesUsePlainPhrases(package):
-  places = list(_Phrases(_Files(package)))
-  assert not places, '\n'.join(places)
-
-
-@pytest.mark.parametrize('package', ['lingvo_gpipe', 'params', 'tasks', 'tests', 'tools'])
-def testLocalsNameTheirValue(package):
-  places = list(_Names(_Files(package)))
-  assert not places, '\n'.join(places)
+  assert not habits.phrases, '\n'.join(habits.phrases)
+  assert not habits.names, '\n'.join(habits.names)
 
 
 @pytest.mark.parametrize('name', list(_Pages()))
@@ -321,9 +314,9 @@ if __name__ == '__main__':
       print(*_Faults(str(path), _PageText(path)), sep='\n')
     raise SystemExit
   if len(sys.argv) > 1 and pathlib.Path(sys.argv[1]).is_dir():
-    files = sorted(pathlib.Path(sys.argv[1]).rglob('*.py'))
-    places, words = _FreeRelatives(files)
-    print(*_Phrases(files), *_Names(files), *places, sep='\n')
-    print(f'{1000 * len(places) / max(words, 1):.1f} of what and where in 1,000 words')
+    habits = _AllHabits(sorted(pathlib.Path(sys.argv[1]).rglob('*.py')))
+    print(*habits.phrases, *habits.names, *habits.free_relatives, sep='\n')
+    rate = 1000 * len(habits.free_relatives) / max(habits.num_words, 1)
+    print(f'{rate:.1f} of what and where in 1,000 words')
     raise SystemExit
   raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
