@@ -49,12 +49,14 @@ ParseOverrides = params_text.ParseOverrides
 class Params(params_tree.Node):
   """A set of named params, in the order of their definition. See the module's docstring."""
 
-  # Once mangled, these two names contain capitals, so no param can have them.
-  __params: dict[str, params_tree.Param]
+  # Once mangled, these three names contain capitals, so no param can have them.
+  __values: dict[str, Any]
+  __definitions: dict[str, params_tree.Param]  # Shared with copies: replaced, never changed.
   __frozen: bool
 
   def __init__(self) -> None:
-    self.__dict__['_Params__params'] = {}
+    self.__dict__['_Params__values'] = {}
+    self.__dict__['_Params__definitions'] = {}
     self.__dict__['_Params__frozen'] = False
 
   # --- One param ----------------------------------------------------------------------------------
@@ -81,35 +83,39 @@ class Params(params_tree.Node):
     if name.startswith('__') and name.endswith('__'):
       raise ValueError(f'{name!r} is not a valid name for a param: Python reserves such names')
     self._CheckMutable(name)
-    if name in self.__params:
+    if name in self.__values:
       raise AttributeError(f'{name} is already defined')
     if domain is None and isinstance(default_value, bool):
       domain = domain_lib.BOOL  # Any other value, such as 'false', would count as true or false.
-    default = params_tree.DeepCopy(default_value, {})
-    self.__params[name] = params_tree.Param(default_value, default, description, domain)
+    param = params_tree.Param(params_tree.DeepCopy(default_value, {}), description, domain)
+    self.__dict__['_Params__definitions'] = {**self.__definitions, name: param}
+    self.__values[name] = default_value
 
   def __getattr__(self, name: str) -> Any:
     # Python itself looks up names such as __setstate__, even before __init__ has run.
     if name.startswith('__') and name.endswith('__'):
       raise AttributeError(name)
-    return self._Read(self._GetRecord(name).value)
+    self._CheckDefined(name)
+    return self._Read(self.__values[name])
 
   def __setattr__(self, name: str, value: Any) -> None:
     self._CheckMutable(name)
-    self._GetRecord(name).value = value
+    self._CheckDefined(name)
+    self.__values[name] = value
 
   def _Read(self, value: Any) -> Any:
     """Returns the value of a param, or a copy that protects frozen Params from the caller."""
     return params_tree.CopyContainers(value) if self.__frozen else value
 
-  def _Records(self) -> dict[str, params_tree.Param]:
-    return self.__params
+  def _Values(self) -> dict[str, Any]:
+    return self.__values
 
-  def _GetRecord(self, name: str) -> params_tree.Param:
-    record = self.__params.get(name)
-    if record is None:
+  def _Definitions(self) -> dict[str, params_tree.Param]:
+    return self.__definitions
+
+  def _CheckDefined(self, name: str) -> None:
+    if name not in self.__values:
       raise AttributeError(params_tree.UndefinedMessage(self, name))
-    return record
 
   def CheckDomains(self, prefix: str) -> None:
     """Raises ValueError if a value is outside of its domain.
@@ -119,11 +125,11 @@ class Params(params_tree.Node):
     Args:
       prefix: the beginning of the message, before the name of the param.
     """
-    for name, param in self.__params.items():
-      if param.domain:
-        param.domain.Check(prefix + name, param.value)
-      if isinstance(param.value, Params) and not isinstance(param.value, InstantiableParams):
-        param.value.CheckDomains(f'{prefix}{name}.')
+    for name, value in self.__values.items():
+      if domain := self.__definitions[name].domain:
+        domain.Check(prefix + name, value)
+      if isinstance(value, Params) and not isinstance(value, InstantiableParams):
+        value.CheckDomains(f'{prefix}{name}.')
 
   def _CheckMutable(self, path: str) -> None:
     if self.__frozen:
@@ -133,8 +139,8 @@ class Params(params_tree.Node):
 
   def Get(self, name: str) -> Any:
     """Returns the value at a path. Raises AttributeError if the path is not defined."""
-    if isinstance(name, str) and name in self.__params:  # The common case needs no parsing.
-      return self._Read(self.__params[name].value)
+    if isinstance(name, str) and name in self.__values:  # The common case needs no parsing.
+      return self._Read(self.__values[name])
     value: Any = self
     owner: Params = self
     prefix = ''
@@ -159,12 +165,12 @@ class Params(params_tree.Node):
     undo: list[Callable[[], None]] = []
     try:
       for path, make in changes:
-        if path in self.__params:  # The common case needs no parsing.
+        if path in self.__values:  # The common case needs no parsing.
           self._CheckMutable(path)
-          record = self.__params[path]
-          new = make(record.value, record)
-          undo.append(functools.partial(setattr, record, 'value', record.value))
-          record.value = new
+          current = self.__values[path]
+          new = make(current, self.__definitions[path])
+          undo.append(functools.partial(self.__values.__setitem__, path, current))
+          self.__values[path] = new
         else:
           params_tree.SetPath(self, params_text.ParseSteps(path), make, '', path, undo)
         if check:
@@ -184,25 +190,27 @@ class Params(params_tree.Node):
     for name in names:
       parent, param = self._Find(name)
       parent._CheckMutable(name)
-      del parent.__params[param]
+      del parent.__values[param]
+      definitions = {key: x for key, x in parent.__definitions.items() if key != param}
+      parent.__dict__['_Params__definitions'] = definitions
     return self
 
   def GetDescription(self, name: str) -> str:
     """Returns the description of the param at a path."""
     parent, param = self._Find(name)
-    return parent.__params[param].description
+    return parent.__definitions[param].description
 
   def GetDomain(self, name: str) -> domain_lib.Domain | None:
     """Returns the declared domain of the param at a path; None for an entry of a container."""
     if params_text.ParseSteps(name)[-1].kind != 'param':
       return None
     parent, param = self._Find(name)
-    return parent.__params[param].domain
+    return parent.__definitions[param].domain
 
   def GetDefault(self, name: str) -> Any:
     """Returns a copy of the default value of the param at a path."""
     parent, param = self._Find(name)
-    return params_tree.DeepCopy(parent.__params[param].default, {})
+    return params_tree.DeepCopy(parent.__definitions[param].default, {})
 
   def _Find(self, path: str) -> tuple[Params, str]:
     """Returns the Params that hold the param at a path, and the param's name."""
@@ -217,29 +225,28 @@ class Params(params_tree.Node):
 
   def IterParams(self) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) of every param in the order of definition; enters no nested Params."""
-    for name, param in self.__params.items():
-      yield name, self._Read(param.value)
+    for name, value in self.__values.items():
+      yield name, self._Read(value)
 
   def GetKeys(self) -> list[str]:
     """Returns the names, in the order of definition."""
-    return list(self.__params)
+    return list(self.__values)
 
   def __dir__(self) -> list[str]:
-    return sorted(self.__params)
+    return sorted(self.__values)
 
   def __len__(self) -> int:
-    return len(self.__params)
+    return len(self.__values)
 
   def __contains__(self, name: object) -> bool:
-    return name in self.__params
+    return name in self.__values
 
   def __eq__(self, other: object) -> bool:
     """Compares names and values; ignores defaults, descriptions, order and freezing."""
     if not isinstance(other, Params):
       return NotImplemented
-    return self.__params.keys() == other.__params.keys() and all(
-      params_tree.Equal(param.value, other.__params[name].value)
-      for name, param in self.__params.items()
+    return self.__values.keys() == other.__values.keys() and all(
+      params_tree.Equal(value, other.__values[name]) for name, value in self.__values.items()
     )
 
   __hash__ = None  # type: ignore[assignment]
@@ -287,11 +294,8 @@ class Params(params_tree.Node):
     memo[id(self)] = new
     new.__dict__.update(self.__dict__)
     new.__dict__['_Params__frozen'] = False
-    new.__dict__['_Params__params'] = {
-      name: params_tree.Param(
-        params_tree.DeepCopy(param.value, memo), param.default, param.description, param.domain
-      )
-      for name, param in self.__params.items()
+    new.__dict__['_Params__values'] = {
+      name: params_tree.DeepCopy(value, memo) for name, value in self.__values.items()
     }
     return new
 
@@ -304,8 +308,8 @@ class Params(params_tree.Node):
     if self.__frozen:
       return
     self.__dict__['_Params__frozen'] = True
-    for param in self.__params.values():
-      param.value = params_tree.CopyContainers(param.value, freeze=True)
+    for name, value in self.__values.items():
+      self.__values[name] = params_tree.CopyContainers(value, freeze=True)
 
   def IsImmutable(self) -> bool:
     """Whether these Params are frozen."""
@@ -313,7 +317,7 @@ class Params(params_tree.Node):
 
   def MergeCommonKeysFrom(self, other: Params) -> Self:
     """Copies the values of all common names, except `cls`, from `other`. Returns self."""
-    names = [name for name in other.GetKeys() if name in self.__params and name != 'cls']
+    names = [name for name in other.GetKeys() if name in self.__values and name != 'cls']
     CopyFieldsSubsetTo(other, self, names)
     return self
 
@@ -387,14 +391,15 @@ class Params(params_tree.Node):
     def _Check(path: str) -> None:
       """Checks the last param on a path, of which the text may have set an entry."""
       value: Any = self
-      name, where, owner, param = '', '', self, None
+      name, where, owner, param_name = '', '', self, ''
       for step in params_text.ParseSteps(path):
         prefix, name = name, params_tree.Join(name, step.text)
         if step.kind == 'param':
-          where, owner, param = name, value, value._Records()[step.value]
+          where, owner, param_name = name, value, step.value
         value = params_tree.GetStep(value, step, prefix, path)
-      if param and param.domain and not params_tree.Equal(param.value, param.default):
-        param.domain.Check(where, param.value)
+      param, new = owner._Definitions()[param_name], owner._Values()[param_name]
+      if param.domain and not params_tree.Equal(new, param.default):
+        param.domain.Check(where, new)
       former = former_classes.get(path, value)
       if value is not former and hasattr(value, 'Params'):
         former_keys = former.Params().GetKeys() if hasattr(former, 'Params') else []

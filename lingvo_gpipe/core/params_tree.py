@@ -14,7 +14,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from lingvo_gpipe.core import domain as domain_lib
 from lingvo_gpipe.core import literals
@@ -26,25 +26,23 @@ _ATOMS = (type(None), bool, int, float, str, bytes, range, type, types.FunctionT
 _SHARED = ('tensorflow', 'keras', 'jax', 'jaxlib')
 
 
-class Param:
-  """One param. All copies of the param share the default, which is never changed."""
+class Param(NamedTuple):
+  """The definition of a param. Copies of its Params share it, and nobody changes the default."""
 
-  __slots__ = ('value', 'default', 'description', 'domain')
-
-  def __init__(
-    self, value: Any, default: Any, description: str, domain: domain_lib.Domain | None = None
-  ):
-    self.value = value
-    self.default = default
-    self.description = description
-    self.domain = domain
+  default: Any
+  description: str
+  domain: domain_lib.Domain | None
 
 
 class Node:
   """The interface of Params for the functions here."""
 
-  def _Records(self) -> dict[str, Param]:
-    """Returns the params by name, in the order of definition."""
+  def _Values(self) -> dict[str, Any]:
+    """Returns the values by name, in the order of definition."""
+    raise NotImplementedError()
+
+  def _Definitions(self) -> dict[str, Param]:
+    """Returns the params by name. Several nodes may share this dict."""
     raise NotImplementedError()
 
   def _CheckMutable(self, path: str) -> None:
@@ -83,7 +81,7 @@ def _PairNames(value: Any) -> list[str] | None:
 def Children(value: Any) -> list[tuple[str, Any]] | None:
   """Returns (suffix to the path of `value`, child) of each child; None if `value` is a leaf."""
   if isinstance(value, Node):
-    return [(f'.{name}', param.value) for name, param in value._Records().items()]
+    return [(f'.{name}', child) for name, child in value._Values().items()]
   if literals.IsRecord(value):
     return [(f'[{name}]', item) for name, item in literals.RecordFields(value).items()]
   if isinstance(value, dict):
@@ -127,7 +125,7 @@ def UndefinedMessage(node: Node, name: str, prefix: str = '', path: str = '') ->
   """Returns the message that Params at `prefix` lack `name`; `path` is the whole requested path."""
   if hint := node._Hint(name):
     return f'{path or Join(prefix, f".{name}")} is not defined: {hint}'
-  keys = list(node._Records())
+  keys = list(node._Values())
   guesses = _PathsWithSameEnd(prefix, node, path)
   if not guesses:
     scores = {key: difflib.SequenceMatcher(None, name, key).ratio() for key in keys}
@@ -189,10 +187,9 @@ def _Locate(container: Any, step: Step, prefix: str, path: str) -> _Place:
     if not isinstance(container, Node):
       kind = 'None' if container is None else f'of type {literals.TypeName(container)}'
       raise AttributeError(f'{path} is not defined: {prefix} is {kind} and has no params')
-    param = container._Records().get(key)
-    if param is None:
+    if key not in container._Values():
       raise AttributeError(UndefinedMessage(container, key, prefix, path))
-    return _LocateParam(container, param, path)
+    return _LocateParam(container, key, path)
   if isinstance(container, dict):
     try:
       defined = key in container
@@ -226,13 +223,17 @@ def _Locate(container: Any, step: Step, prefix: str, path: str) -> _Place:
   )
 
 
-def _LocateParam(node: Node, param: Param, path: str) -> _Place:
+def _LocateParam(node: Node, name: str, path: str) -> _Place:
+  values = node._Values()
+  value = values[name]
+
   def _Put(new: Any) -> Node:
     node._CheckMutable(path)
-    param.value = new
+    values[name] = new
     return node
 
-  return _Place(param.value, _Put, functools.partial(setattr, param, 'value', param.value), param)
+  restore = functools.partial(values.__setitem__, name, value)
+  return _Place(value, _Put, restore, node._Definitions()[name])
 
 
 def _LocateKey(container: Any, key: Any) -> _Place:

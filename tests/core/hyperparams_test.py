@@ -82,6 +82,17 @@ def testInstantiate():
   assert 'cls' in _Message(ValueError, hyperparams.InstantiableParams().Instantiate)
 
 
+def testDefinitionsOfACopyAreItsOwn():
+  p = hyperparams.Params()
+  p.Define('a', 1, 'First.')
+  new = p.Copy()
+  new.Define('b', 2, 'Second.')
+  p.Define('c', 3, 'Third.')
+  new.Delete('a')
+  assert (p.GetKeys(), new.GetKeys()) == (['a', 'c'], ['b'])
+  assert p.Copy().GetDescription('a') == 'First.' and new.GetDefault('b') == 2
+
+
 def testMergeAndCopyFields():
   source, sizes = hyperparams.InstantiableParams(Layer), [1]
   source.Define('sizes', sizes, '')
