@@ -17,7 +17,7 @@ _LONG = os.environ.get('FUZZ_EXAMPLES')
 
 def Settings(share=1.0):
   """Returns the settings of a test that runs only this share of the examples."""
-  number = int(_LONG) if _LONG else 200
+  number = int(_LONG) if _LONG else 400
   return hypothesis.settings(
     max_examples=max(10, int(number * share)),
     deadline=None,
