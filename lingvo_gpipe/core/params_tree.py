@@ -338,7 +338,8 @@ def _IsShared(cls: type) -> bool:
 
 def DeepCopy(value: Any, memo: dict[int, Any]) -> Any:
   """Returns a deep copy that can be changed, or `value` itself if copies share it."""
-  if _IsShared(value.__class__):
+  cls: Any = type(value)  # Its __class__ is dict if it is TensorFlow's wrapper of a dict.
+  if _IsShared(cls):
     return value
   if id(value) in memo:
     return memo[id(value)]
