@@ -19,7 +19,7 @@ from typing import Any
 from lingvo_gpipe.pipeline.cost import simulator
 from lingvo_gpipe.pipeline.schedule import schedules
 
-_M_MMAP_THRESHOLD = -3  # Of <malloc.h>.
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def Measure(setting: Setting) -> float:
   """
   # Otherwise glibc keeps freed tensors for the thread that allocated them, and the peak depends on
   # which thread runs an operation: it rose by up to 100 MiB with tensors of 16 MiB.
-  ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+  ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
 
   import tensorflow as tf
 
