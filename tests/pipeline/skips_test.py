@@ -13,7 +13,7 @@ from lingvo_gpipe.layers import dropout, linear, sequential, skip
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from lingvo_gpipe.pipeline.stages import stage as stage_lib
 from tests import graph_reader, naming
-from tests.toys import faulty_layers, layers, stacks
+from tests.toys import faulty_layers, layers, random_layer, stacks
 
 pytestmark = pytest.mark.optimized_graphs
 
@@ -137,6 +137,16 @@ def testASkipMayLeadBetweenStagesOfOneDevice():
 @pytest.mark.parametrize('schedule, policy', [('1f1b_fused', 'stage'), ('zb_h1', 'none')])
 def testCompiledByXla(schedule, policy):
   _CheckWays(_FarSub(), [(schedule, policy)], num_stages=4, splits=_FAR_SPLITS, xla=True)
+
+
+def testALayerMayTakeSkipsInAnyOrder():
+  """The order of their names is another one; the skips have equal shapes."""
+  layer = random_layer.RandomLayer.Params().Set(weights=['w'])
+  makes = {name: "('f',)" for name in ('b', 'c', 'a')}
+  sub = [layer.Copy().Set(makes=makes), layer, layer.Copy().Set(takes=['c', 'a', 'b']), layer]
+  ways = [('gpipe', policy) for policy in rematerialisation.POLICIES]
+  for splits in ([2, 4], [3, 4]):  # Within a stage, and from stage to stage.
+    _CheckWays(sub, ways, num_stages=2, splits=splits)
 
 
 def testASkipPassesByTheStagesBetween():
