@@ -121,9 +121,12 @@ class Graph:
       ValueError: the inputs have another structure, or sizes that a Functional model refuses.
     """
     graph = AsFunctional(self.model)
-    names = {t.name for t in self.model.inputs} if graph is not None else set()
-    if isinstance(x, dict) and (missing := sorted(names - x.keys())):
-      raise ValueError(f'{self.model.name} needs the inputs {sorted(names)}, missing: {missing}')
+    if graph is not None and isinstance(x, dict):
+      # A model that was made with a dict has its keys, which may differ from the names of tensors.
+      by_key = isinstance(self.model.input, dict)
+      names = set(self.model.input if by_key else (t.name for t in self.model.inputs))
+      if missing := sorted(names - x.keys()):
+        raise ValueError(f'{self.model.name} needs the inputs {sorted(names)}, missing: {missing}')
     if graph is not None:
       tensors = list(graph._standardize_inputs(x))
       if graph is self.model:  # As in Keras, a Sequential model takes other sizes.

@@ -120,6 +120,18 @@ def testDictsOfInputsAreTakenByName():
   _Check(nested, x, ['all'])
 
 
+@pytest.mark.filterwarnings('ignore:When providing')
+@pytest.mark.parametrize('is_nested', [False, True])
+def testKeysOfInputsMayDifferFromTheirNames(is_nested):
+  a, b, c = (keras.Input([size], name=name) for name, size in (('a', 2), ('b', 5), ('c', 3)))
+  inputs = {'y': [b, c], 'x': a} if is_nested else {'y': b, 'z': c, 'x': a}
+  model = keras.Model(inputs, layers.Concatenate(name='all')([a, b, c]))
+  x = keras.tree.map_structure(lambda t: X[:, : t.shape[1]], dict(reversed(inputs.items())))
+  graph = _Check(model, x, ['all'])
+  with pytest.raises(ValueError, match=naming.Naming(model.name, sorted(inputs), "missing: ['y']")):
+    graph.FlatInputs({name: value for name, value in x.items() if name != 'y'})
+
+
 def testOutputsKeepTheirStructure():
   inputs = keras.Input([5])
   a, b = _Dense('a')(inputs), _Dense('b', 3)(inputs)
