@@ -3,6 +3,7 @@
 
     python -m tools.keras_models            # all of them, about half an hour
     python -m tools.keras_models gpt-2 t5   # the rows whose names contain one of these words
+    python -m tools.keras_models --remat_policy=layer
 
 For each model the table has the numbers of its calls and of its cells, the share of the ideal
 speed that the best cut reaches with two and four stages (by FLOPs), and the largest differences to
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -87,8 +88,8 @@ class Row:
     return self.is_refused or (is_equal and self.saved is True and self.tokens is not False)
 
 
-def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
-  """Returns the row of a case; an exception becomes its note."""
+def Compare(case: Case, devices: Sequence[str], **options: Any) -> Row:
+  """Returns the row of a case with options of PipelinedModel; an exception becomes its note."""
   row = Row(case.name, note=case.note, tolerance=case.tolerance)
   floatx = keras.config.floatx()
   keras.config.set_floatx(case.dtype)
@@ -105,7 +106,7 @@ def Compare(case: Case, devices: Sequence[str], xla: bool) -> Row:
         num_stages,
         num_micro_batches=num_micro_batches,
         devices=devices[:num_stages],
-        xla=xla,
+        **options,
       )
 
     before = plain.get_weights()
@@ -245,12 +246,14 @@ def main(args: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('names', nargs='*', help='parts of the names of the rows to print')
   parser.add_argument('--xla', action='store_true', help='compile the stages by XLA (slow)')
+  parser.add_argument('--remat_policy', default='stage', help='recompute stages, layers, ...')
   parser.add_argument('--rows', help='indices of rows to print, without a heading')
-  options = parser.parse_args(args)
+  flags = parser.parse_args(args)
+  options = {'xla': flags.xla, 'remat_policy': flags.remat_policy}
   cases = list(zoo.Cases())
-  if options.rows is not None:
-    return _PrintRows([cases[int(i)] for i in options.rows.split(',')], options.xla)
-  words = [name.lower() for name in options.names]
+  if flags.rows is not None:
+    return _PrintRows([cases[int(i)] for i in flags.rows.split(',')], options)
+  words = [name.lower() for name in flags.names]
   for word in words:
     if not any(word in case.name.lower() for case in cases):
       names = ', '.join(case.name for case in cases)
@@ -267,29 +270,30 @@ def main(args: Sequence[str] | None = None) -> int:
   )
   groups = [chosen[i : i + _ROWS_OF_PROCESS] for i in range(0, len(chosen), _ROWS_OF_PROCESS)]
   if len(groups) == 1:
-    status = _PrintRows([cases[i] for i in chosen], options.xla)
+    status = _PrintRows([cases[i] for i in chosen], options)
   else:
-    status = max(_PrintInProcess(group, options.xla) for group in groups)
+    status = max(_PrintInProcess(group, options) for group in groups)
   print('rows with ! are not green' if status else 'all rows are green')
   return int(bool(status))
 
 
-def _PrintInProcess(rows: Sequence[int], xla: bool) -> int:
+def _PrintInProcess(rows: Sequence[int], options: Mapping[str, Any]) -> int:
   """Prints rows by a new process; returns its exit status."""
   command = [sys.executable, '-m', 'tools.keras_models', '--rows', ','.join(map(str, rows))]
-  status = subprocess.run([*command, *(['--xla'] if xla else [])], check=False).returncode
+  command += [f'--remat_policy={options["remat_policy"]}', *(['--xla'] if options['xla'] else [])]
+  status = subprocess.run(command, check=False).returncode
   if status not in (0, 1):
     print(f'! a process ended with status {status} in the rows after the last one above')
   return abs(status)
 
 
-def _PrintRows(cases: Sequence[Case], xla: bool) -> int:
+def _PrintRows(cases: Sequence[Case], options: Mapping[str, Any]) -> int:
   """Prints rows; returns 1 if one of them is not green."""
   devices = cluster.Cluster.Create(2, platform='cpu').devices
   status = 0
   for case in cases:
     start = time.monotonic()
-    row = Compare(case, devices, xla)
+    row = Compare(case, devices, **options)
     print(_Line(row, time.monotonic() - start), flush=True)
     status |= not row.is_green
     keras.backend.clear_session()
