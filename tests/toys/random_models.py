@@ -60,7 +60,8 @@ def Make(seed):
     tensors[i : i + (choose.random() < 0.6)] = [y]
   ends = [x if len(x.shape) == 2 else ops.mean(x, axis=1) for x in tensors]
   choose.shuffle(ends)
-  outputs = [layers.Dense(2)(layers.Concatenate()(ends))]
+  # With these layers and the embedding, there are enough cells for three stages.
+  outputs = [layers.Dense(2)(layers.Dense(_DIM, 'tanh')(layers.Concatenate()(ends)))]
   outputs += [layers.Dense(1)(x) for x in ends[: choose.randint(0, 1)]]
   return keras.Model([*vectors, ids], outputs)
 
