@@ -140,10 +140,10 @@ def testCompiledByXla(schedule, policy):
 
 
 def testALayerMayTakeSkipsInAnyOrder():
-  """The order of their names is another one; the skips have equal shapes."""
+  """Not sorted by name, and a name twice; the skips have equal shapes."""
   layer = random_layer.RandomLayer.Params().Set(weights=['w'])
   makes = {name: "('f',)" for name in ('b', 'c', 'a')}
-  sub = [layer.Copy().Set(makes=makes), layer, layer.Copy().Set(takes=['c', 'a', 'b']), layer]
+  sub = [layer.Copy().Set(makes=makes), layer, layer.Copy().Set(takes=['c', 'a', 'b', 'a']), layer]
   ways = [('gpipe', policy) for policy in rematerialisation.POLICIES]
   for splits in ([2, 4], [3, 4]):  # Within a stage, and from stage to stage.
     _CheckWays(sub, ways, num_stages=2, splits=splits)

@@ -123,8 +123,8 @@ class Graph:
     graph = AsFunctional(self.model)
     if graph is not None and isinstance(x, dict):
       # A model that was made with a dict has its keys, which may differ from the names of tensors.
-      by_key = isinstance(self.model.input, dict)
-      names = set(self.model.input if by_key else (t.name for t in self.model.inputs))
+      by_key = isinstance(graph.input, dict)
+      names = set(graph.input if by_key else (t.name for t in self.model.inputs))
       if missing := sorted(names - x.keys()):
         raise ValueError(f'{self.model.name} needs the inputs {sorted(names)}, missing: {missing}')
     if graph is not None:

@@ -118,6 +118,7 @@ def testDictsOfInputsAreTakenByName():
   outer = {name: keras.Input([t.shape[1]], name=name) for name, t in inputs.items()}
   nested = keras.Model(outer, {'y': model(dict(reversed(outer.items())))})
   _Check(nested, x, ['all'])
+  _Check(keras.Sequential([keras.Input([5], name='x'), _Dense('a')]), {'x': X}, ['a'])
 
 
 @pytest.mark.filterwarnings('ignore:When providing')
