@@ -3,7 +3,7 @@
 
     python -m tools.keras_models            # all of them, about half an hour
     python -m tools.keras_models gpt-2 t5   # the rows whose names contain one of these words
-    python -m tools.keras_models --remat_policy=layer
+    python -m tools.keras_models --remat_policy=layer  # all, recomputed layer by layer
 
 For each model the table has the numbers of its calls and of its cells, the share of the ideal
 speed that the best cut reaches with two and four stages (by FLOPs), and the largest differences to
@@ -37,6 +37,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_gpipe import PipelinedModel, cluster
+from lingvo_gpipe.pipeline.schedule import rematerialisation
 from tools.keras_zoo import zoo
 from tools.keras_zoo.case import Case
 
@@ -246,7 +247,12 @@ def main(args: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('names', nargs='*', help='parts of the names of the rows to print')
   parser.add_argument('--xla', action='store_true', help='compile the stages by XLA (slow)')
-  parser.add_argument('--remat_policy', default='stage', help='recompute stages, layers, ...')
+  parser.add_argument(
+    '--remat_policy',
+    default='stage',
+    choices=[*rematerialisation.POLICIES, 'auto'],
+    help='what backward recomputes',
+  )
   parser.add_argument('--rows', help='indices of rows to print, without a heading')
   flags = parser.parse_args(args)
   options = {'xla': flags.xla, 'remat_policy': flags.remat_policy}

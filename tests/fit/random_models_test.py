@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random Keras models fit as plain Keras does, under any schedule and policy.
+"""Random Keras models fit as plain Keras does, under several schedules and each policy.
 
     RANDOM_MODELS=1000:1100 make test ARGS=tests/fit/random_models_test.py
 
@@ -16,9 +16,9 @@ import pytest
 from lingvo_gpipe.pipeline.schedule import rematerialisation
 from tests.toys import keras_fits, random_models
 
-_SEEDS = range(4)
-_MORE_SEEDS = range(*map(int, os.environ.get('RANDOM_MODELS', '0:0').split(':')))
 _POLICIES = (*rematerialisation.POLICIES, 'auto')
+_SEEDS = range(len(_POLICIES))
+_MORE_SEEDS = range(*map(int, os.environ.get('RANDOM_MODELS', '0:0').split(':')))
 
 
 def _Compiled():
@@ -31,7 +31,7 @@ def _Optimizer():
 
 @pytest.mark.parametrize('seed', [*_SEEDS, *_MORE_SEEDS])
 def testAModelFitsAsInKeras(seed):
-  choose = random.Random(seed)
+  choose = random.Random(f'options {seed}')  # Independent of the model's choices.
 
   def Make():
     return random_models.Make(seed)

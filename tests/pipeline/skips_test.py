@@ -145,7 +145,7 @@ def testALayerMayTakeSkipsInAnyOrder():
   makes = {name: "('f',)" for name in ('b', 'c', 'a')}
   sub = [layer.Copy().Set(makes=makes), layer, layer.Copy().Set(takes=['c', 'a', 'b', 'a']), layer]
   ways = [('gpipe', policy) for policy in rematerialisation.POLICIES]
-  for splits in ([2, 4], [3, 4]):  # Within a stage, and from stage to stage.
+  for splits in ([2, 4], [3, 4]):  # From stage to stage, and within a stage.
     _CheckWays(sub, ways, num_stages=2, splits=splits)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random Functional models of Keras from a seed: graphs of many layers, one of them shared."""
+"""Random Functional models of Keras from a seed: graphs of many layers, which may share one."""
 
 import random
 
@@ -9,7 +9,7 @@ from keras import layers, ops
 
 _TIME, _DIM, _VOCAB = 4, 6, 11
 
-# Maps of [batch, dim] and of [batch, time, dim], by rank. None has a random or batch-wise result.
+# Maps of [batch, dim] and of [batch, time, dim]. No result is random, or depends on other examples.
 _VECTORS = [
   lambda choose, x: layers.Dense(choose.choice([4, _DIM]), choose.choice(['relu', None]))(x),
   lambda choose, x: layers.LayerNormalization()(x),

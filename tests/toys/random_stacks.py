@@ -219,7 +219,7 @@ class _Maker:
   def _AddRandom(self, is_last: bool) -> None:
     choose = self._choose
     batched = [n for n, s in self._skips.items() if set(_Letters(s)) & set(random_layer.BATCHED)]
-    takes = [n for n in self._skips if self._Has(0.25)][::-1]  # Neither by place nor by name.
+    takes = [n for n in self._skips if self._Has(0.25)][::-1]  # A layer may take them in any order.
     if not self._args and not set(takes) & set(batched):
       takes.append(batched[0])
     leaves = _Letters((self._args, [self._skips[n] for n in takes]))

@@ -101,8 +101,9 @@ def Measure(setting: Setting) -> float:
   consists of nothing else.
   """
   # Otherwise glibc keeps freed tensors for the thread that allocated them, and the peak depends on
-  # which thread runs an operation: it rose by up to 100 MiB with tensors of 16 MiB.
-  ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
+  # which thread runs an operation: it was up to 100 MiB higher with tensors of 16 MiB.
+  if not ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18):
+    raise OSError('mallopt cannot set M_MMAP_THRESHOLD')
 
   import tensorflow as tf
 

@@ -115,7 +115,8 @@ class Graph:
     """Returns the input tensors in the order of `inputs`, cast and reshaped as Keras does.
 
     Args:
-      x: tensors `[batch, ...]` as Keras's `fit` takes them: one, a list or a dict by name.
+      x: tensors `[batch, ...]` as Keras's `fit` takes them: one, a list, or a dict by the keys of
+        the model's inputs if they are a dict, otherwise by their names.
 
     Raises:
       ValueError: the inputs have another structure, or sizes that a Functional model refuses.
@@ -127,6 +128,8 @@ class Graph:
       names = set(graph.input if by_key else (t.name for t in self.model.inputs))
       if missing := sorted(names - x.keys()):
         raise ValueError(f'{self.model.name} needs the inputs {sorted(names)}, missing: {missing}')
+      if by_key:  # Keras would go by the order of all keys, also of those that are not inputs.
+        x = type(graph.input)((name, x[name]) for name in graph.input)
     if graph is not None:
       tensors = list(graph._standardize_inputs(x))
       if graph is self.model:  # As in Keras, a Sequential model takes other sizes.

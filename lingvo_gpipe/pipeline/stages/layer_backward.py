@@ -32,7 +32,7 @@ class _Segment:
   Attributes:
     math: its computations.
     functions: StageFunctions if the layer is recomputed, else SplitBackward.
-    skips_in: the names of the skip connections that it takes, sorted as in its input.
+    skips_in: the names of the skip connections that it takes, in the order of its input: sorted.
   """
 
   math: stage_math.StageMath
@@ -100,7 +100,7 @@ class LayerBackward:
         functions: Any = stage_functions.StageFunctions(segment, xla, is_inner=True)
       else:
         functions = split_backward.SplitBackward(segment, xla, layers, is_inner=True)
-      self._segments.append(_Segment(segment, functions, tuple(sorted({*layer.skips_in}))))
+      self._segments.append(_Segment(segment, functions, tuple(sorted(set(layer.skips_in)))))
       needs_dx = needs_dx or is_trained
       if needs_dx and self._first is None:
         self._first = i

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graph of a live Keras model has the calls of the model and of all models nested in it."""
 
+import collections
 import re
 import sys
 
@@ -109,7 +110,7 @@ def testANestedModelMayBeCalledTwice(keyword):
 
 
 def testDictsOfInputsAreTakenByName():
-  """The dict has another order than the model, and a tensor that the model ignores."""
+  """The dict has another order than the model."""
   inputs = {name: keras.Input([size], name=name) for name, size in (('b', 5), ('a', 2), ('c', 3))}
   model = keras.Model(inputs, layers.Concatenate(name='all')(list(inputs.values())))
   x = {name: X[:, : inputs[name].shape[1]] for name in 'cab'}
@@ -125,12 +126,16 @@ def testDictsOfInputsAreTakenByName():
 @pytest.mark.parametrize('is_nested', [False, True])
 def testKeysOfInputsMayDifferFromTheirNames(is_nested):
   a, b, c = (keras.Input([size], name=name) for name, size in (('a', 2), ('b', 5), ('c', 3)))
-  inputs = {'y': [b, c], 'x': a} if is_nested else {'y': b, 'z': c, 'x': a}
+  inputs = {'y': [c, a], 'x': b} if is_nested else {'y': a, 'z': b, 'x': c}
   model = keras.Model(inputs, layers.Concatenate(name='all')([a, b, c]))
   x = keras.tree.map_structure(lambda t: X[:, : t.shape[1]], dict(reversed(inputs.items())))
   graph = _Check(model, x, ['all'])
   with pytest.raises(ValueError, match=naming.Naming(model.name, sorted(inputs), "missing: ['y']")):
     graph.FlatInputs({name: value for name, value in x.items() if name != 'y'})
+  # Neither a key that is no input counts, nor an order.
+  more = collections.OrderedDict(xy=X, **x)
+  for tensor, expected in zip(graph.FlatInputs(more), graph.FlatInputs(x), strict=True):
+    np.testing.assert_array_equal(tensor, expected)
 
 
 def testOutputsKeepTheirStructure():
