@@ -128,7 +128,7 @@ class Graph:
       names = set(graph.input if by_key else (t.name for t in self.model.inputs))
       if missing := sorted(names - x.keys()):
         raise ValueError(f'{self.model.name} needs the inputs {sorted(names)}, missing: {missing}')
-      if by_key:  # Keras would go by the order of all keys, also of those that are not inputs.
+      if by_key:  # Keras would go by the order of all keys, unknown ones included.
         x = type(graph.input)((name, x[name]) for name in graph.input)
     if graph is not None:
       tensors = list(graph._standardize_inputs(x))

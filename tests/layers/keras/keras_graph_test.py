@@ -132,7 +132,7 @@ def testKeysOfInputsMayDifferFromTheirNames(is_nested):
   graph = _Check(model, x, ['all'])
   with pytest.raises(ValueError, match=naming.Naming(model.name, sorted(inputs), "missing: ['y']")):
     graph.FlatInputs({name: value for name, value in x.items() if name != 'y'})
-  # Neither a key that is no input counts, nor an order.
+  # Neither unknown keys count, nor the order.
   more = collections.OrderedDict(xy=X, **x)
   for tensor, expected in zip(graph.FlatInputs(more), graph.FlatInputs(x), strict=True):
     np.testing.assert_array_equal(tensor, expected)
