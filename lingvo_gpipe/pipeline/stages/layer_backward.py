@@ -32,12 +32,10 @@ class _Segment:
   Attributes:
     math: its computations.
     functions: StageFunctions if the layer is recomputed, else SplitBackward.
-    skips_in: the names of the skip connections that it takes, in the order of its input: sorted.
   """
 
   math: stage_math.StageMath
   functions: Any
-  skips_in: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +98,7 @@ class LayerBackward:
         functions: Any = stage_functions.StageFunctions(segment, xla, is_inner=True)
       else:
         functions = split_backward.SplitBackward(segment, xla, layers, is_inner=True)
-      self._segments.append(_Segment(segment, functions, tuple(sorted(set(layer.skips_in)))))
+      self._segments.append(_Segment(segment, functions))
       needs_dx = needs_dx or is_trained
       if needs_dx and self._first is None:
         self._first = i
@@ -220,7 +218,7 @@ class LayerBackward:
       grads = iter(dx)
       if segment.math.needs_dx:
         dargs = _Take(grads, x.args)
-        for name in segment.skips_in:
+        for name in sorted(x.skips):
           dskips.setdefault(name, []).append(_Take(grads, x.skips[name]))
       else:
         dargs = []
